@@ -1,4 +1,4 @@
-"""Sizes, limits, extras, and the few numbers that the whole package shares."""
+"""Parsing and checks of arguments, optional libraries, and the names that similar libraries use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from cachestream.errors import ConfigError
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import `module`, which `what` needs and the extra `extra` installs; ConfigError without it."""
+    """Import the optional `module`, which `what` needs and the extra `extra` installs.
+
+    Raises ConfigError where it is missing.
+    """
     try:
         found: ModuleType = importlib.import_module(module)
     except ImportError as error:
@@ -29,36 +32,18 @@ def require(module: str, extra: str, what: str) -> Any:
     return found
 
 
-# What to do about Python's "can't start new thread".
+# The advice for Python's "can't start new thread".
 NO_THREADS: Final = (
     "raise 'ulimit -u', or the container's limit on processes (pids), or use fewer num_workers"
 )
 
 SHORTEST_S: Final = 0.001  # a deadline below this is a mistake
 
-_UNITS: Final[dict[str, int]] = {
-    "": 1,
-    "b": 1,
-    "k": 10**3,
-    "kb": 10**3,
-    "kib": 2**10,
-    "m": 10**6,
-    "mb": 10**6,
-    "mib": 2**20,
-    "g": 10**9,
-    "gb": 10**9,
-    "gib": 2**30,
-    "t": 10**12,
-    "tb": 10**12,
-    "tib": 2**40,
-    "p": 10**15,
-    "pb": 10**15,
-    "pib": 2**50,
-}
 _GENERATORS: Final = ("generator", "rng")
 Result = TypeVar("Result")
 _MAX_BYTES: Final = 2**62  # the catalogue and the system use signed 64-bit integers
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_PREFIXES: Final = " kmgtp"
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp])(i(?=b))?)?b?\s*", re.IGNORECASE)
 
 # Names of options in similar libraries, and their names here.
 PEER_KEYWORDS: Final[dict[str, str]] = {
@@ -137,9 +122,9 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
         size_bytes = int(value)
     else:
         match = _SIZE.fullmatch(value.strip().removesuffix("/s"))
-        factor = _UNITS.get(match[2].lower()) if match else None
-        if match is None or factor is None:
+        if match is None:
             raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
+        factor = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or " ").lower())
         size_bytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if size_bytes > _MAX_BYTES:
         raise ConfigError(f"{what}={value!r}: more than any disk has; give at most 4000PB")
@@ -168,8 +153,7 @@ def keywords_of(function: Callable[..., object]) -> set[str]:
 
 
 def with_generator(function: Callable[..., Result]) -> Callable[[Any, Callable[[], Any]], Result]:
-    """Wrap `function`, of a value or of a value and a random generator, as a function of (value, factory of
-    generators).
+    """Wrap a user's function, which may take a random generator, as one of (value, factory of generators).
 
     `function` gets a generator as its second positional parameter without a default, or as a parameter
     `generator` or `rng` that is None by default. Otherwise, and where it has no signature, it gets the value
@@ -202,9 +186,7 @@ def _generator_parameter(function: Callable[..., object]) -> str | None:
 
 
 def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise ConfigError for unknown keywords of `function`, with the equivalent of those of similar
-    libraries.
-    """
+    """Raise ConfigError for `unknown` keywords of `function`, with the equivalent where there is one."""
     for name in unknown:
         raise ConfigError(f"{function}() has no argument '{name}'{_advice(name, sorted(known))}")
 
@@ -228,9 +210,7 @@ def check_mapping(name: str, value: object, such_as: str) -> None:
 
 
 def whole_number(value: object) -> int | None:
-    """`value` as a plain int if it is a whole number of Python, numpy or torch; None otherwise, and for a
-    bool.
-    """
+    """`value` as a plain int if it is an integer of Python, numpy or torch, and no bool; None otherwise."""
     if isinstance(value, bool):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Calls to Linux that the layers share: files mapped without a descriptor, filesystem types, private files.
+"""Calls to Linux that the layers share: file maps, page cache, filesystem types, private files, processes.
 
 Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would exceed the
 limit of open files (1024 in many shells). `FileMap` keeps the mapping only.
@@ -30,17 +30,14 @@ _MADV_POPULATE_READ: Final = 22  # Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # not in every libc
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE: Final = 2
 _SYS_PROCESS_MADVISE: Final = 440  # on all architectures
 _MAX_RANGES: Final = 1024  # of one call (IOV_MAX)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -147,6 +144,17 @@ def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
     finally:
         os.close(process)
     return bool(done == int(ranges[:, 1].sum()))
+
+
+def begin_writeback(fd: int, size_bytes: int) -> None:
+    """Start writing back the last `size_bytes` before the position of `fd`.
+
+    Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
+    cache. It is a hint: errors appear in the fsync.
+    """
+    if _sync_file_range is not None:
+        start = os.lseek(fd, 0, os.SEEK_CUR) - size_bytes
+        _sync_file_range(fd, start, size_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def count_cached(addresses: npt.NDArray[np.int64]) -> int:
@@ -294,7 +302,7 @@ def _open_subfolder(folder: int, name: str) -> int:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Get the signal `number` when the parent ends, in whatever way."""
+    """Have the kernel send this process the signal `number` when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(number))
 
 

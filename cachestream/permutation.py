@@ -91,34 +91,23 @@ class Permutation:
         return result
 
     def _walk_block(self, numbers: _U64, forward: bool) -> _U64:
-        step = self._encrypt if forward else self._decrypt
-        result = step(numbers)
+        result = self._cipher(numbers, forward)
         limit = np.uint64(self.n)
         outside = np.flatnonzero(result >= limit)
         while outside.size:
-            walked = step(result[outside])
+            walked = self._cipher(result[outside], forward)
             result[outside] = walked
             outside = outside[walked >= limit]
         return result
 
-    def _encrypt(self, numbers: _U64) -> _U64:
+    def _cipher(self, numbers: _U64, forward: bool) -> _U64:
         left, right = self._digits(numbers)
-        for i in range(_ROUNDS):
+        alter = _add if forward else _subtract
+        for i in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
             if i % 2 == 0:
-                left = _add(left, self._hashed(i, right), self._a)
+                left = alter(left, self._hashed(i, right), self._a)
             else:
-                right = _add(right, self._hashed(i, left), self._b)
-        left *= np.uint64(self._b)
-        left += right
-        return left
-
-    def _decrypt(self, numbers: _U64) -> _U64:
-        left, right = self._digits(numbers)
-        for i in reversed(range(_ROUNDS)):
-            if i % 2 == 0:
-                left = _subtract(left, self._hashed(i, right), self._a)
-            else:
-                right = _subtract(right, self._hashed(i, left), self._b)
+                right = alter(right, self._hashed(i, left), self._b)
         left *= np.uint64(self._b)
         left += right
         return left

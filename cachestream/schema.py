@@ -256,9 +256,8 @@ class ShardRow:
 class Snapshot:
     """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
 
-    `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival. `epoch_size`:
-    the samples that the epoch takes of `num_samples`, or None for all. With a `split`, `counts` are of its
-    samples alone, and `sizes` (int64 `[num_shards]`) of all samples in the shards.
+    `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival. With a `split`,
+    `counts` are of its samples alone, and `sizes` (int64 `[num_shards]`) of all samples in the shards.
     """
 
     cache_id: str
@@ -267,7 +266,6 @@ class Snapshot:
     schema: Schema
     shard_ids: IntArray
     counts: IntArray
-    epoch_size: int | None = None
     split: Split | None = None
     sizes: IntArray | None = None
 

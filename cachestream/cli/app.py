@@ -21,8 +21,12 @@ from cachestream.cli.arguments import (
     CacheArgument,
     CropOption,
     FormatOption,
+    HoldoutOption,
     JsonOption,
+    OrderOption,
+    PartitionOption,
     ResizeOption,
+    ShardSizeOption,
     SizeLimitOption,
     SourceArgument,
     SourceOption,
@@ -101,21 +105,13 @@ def worker(
     eviction: Annotated[str | None, typer.Option(help="lru (unless set), fifo, least-fresh or none.")] = None,
     workers: WorkersOption = None,
     transform: TransformOption = None,
-    shard_size: Annotated[
-        str | None, typer.Option(help="The size of a full shard; by default 64MB, or less in a small cache.")
-    ] = None,
-    order: Annotated[
-        str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
-    ] = "shuffle",
+    shard_size: ShardSizeOption = None,
+    order: OrderOption = "shuffle",
     seed: Annotated[int, typer.Option(help="The seed of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
-    partition: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
-    ] = None,
-    holdout: Annotated[
-        float | None, typer.Option(help="The share of the samples that is held out of training.")
-    ] = None,
+    partition: PartitionOption = None,
+    holdout: HoldoutOption = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment

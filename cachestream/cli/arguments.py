@@ -1,4 +1,4 @@
-"""Arguments of the command line: objects by name, options by pairs, sizes, sources, and the help of each."""
+"""Arguments of the command line: types with help, objects by name, KEY=VALUE pairs, sizes in pixels."""
 
 from __future__ import annotations
 
@@ -112,6 +112,18 @@ WorkersOption = Annotated[
 SizeLimitOption = Annotated[
     str | None,
     typer.Option(help='Such as "200GB"; by default unchanged, or 80 % of the free disk for a new cache.'),
+]
+ShardSizeOption = Annotated[
+    str | None, typer.Option(help="The size of a full shard; by default 64MB, or less in a small cache.")
+]
+OrderOption = Annotated[
+    str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
+]
+PartitionOption = Annotated[
+    str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
+]
+HoldoutOption = Annotated[
+    float | None, typer.Option(help="The share of the samples that is held out of training.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
 TransformOption = Annotated[str | None, typer.Option(help="module:function, run before caching.")]

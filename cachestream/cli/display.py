@@ -1,6 +1,4 @@
-"""The display of a cache's status, live where wanted, and of the progress of long work.
-
-Everything is made from frozen `CacheStatus` values; nothing here opens a cache.
+"""The display of a cache's status, once or live, and of the progress of long work.
 
 Data goes to stdout, progress to stderr. Without a terminal, plain lines replace the live display.
 """
@@ -91,7 +89,7 @@ def describe_duration(seconds: float) -> str:
 
 
 def remaining_s(status: CacheStatus) -> float | None:
-    """Seconds to the end of the pass at the average speed so far; None where that says nothing."""
+    """Seconds to the end of the pass at the average speed so far; None if they cannot be told."""
     worker, done = status.worker, status.pass_done
     if worker is None or done is None or status.num_units is None or not worker.totals.units or done >= 1:
         return None
@@ -108,11 +106,8 @@ def bottleneck(totals: Totals) -> list[tuple[str, float]]:
         "waiting for space": totals.space_wait_s,
     }
     whole_s = sum(stages.values())
-    if whole_s <= 0:
-        return []
-    return sorted(
-        ((stage, spent_s / whole_s) for stage, spent_s in stages.items()), key=lambda item: -item[1]
-    )
+    ordered = sorted(stages.items(), key=lambda item: -item[1])
+    return [(stage, spent_s / whole_s) for stage, spent_s in ordered] if whole_s > 0 else []
 
 
 def one_line(status: CacheStatus, rates: Rates | None = None) -> str:
@@ -264,9 +259,7 @@ def show(report: Report, *, as_json: bool = False) -> None:
 
 
 def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
-    """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each
-    time.
-    """
+    """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, else a line of text or JSON."""
     rates, console = RateWindow(), _console()
     draws = not as_json and _can_draw(console)
     live = Live(console=console, auto_refresh=False)
@@ -282,8 +275,7 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Show the filling on stderr until the pass or the worker has ended; a worker that waits for space goes
-    on.
+    """Show the filling on stderr until the pass or the worker has ended, also while it waits for space.
 
     Raises WorkerError, with the traceback from the background, if it failed.
     """

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +20,16 @@ from cachestream.storage.filling import Filling
 from cachestream.storage.layout import Directory, open_directory
 from cachestream.storage.recovery import (
     VerifyReport,
-    check_books,
+    check_sizes,
     open_catalogue,
     rebuild_catalogue,
     remove_leftovers,
     verify,
 )
-from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, Space
-from cachestream.storage.settings import change_settings, choose_split, opening_lock, parse_limit, save_copy
+from cachestream.storage.reservations import HEADROOM_BYTES, Reservations
+from cachestream.storage.settings import change_settings, choose_split, parse_limit
 from cachestream.storage.snapshots import SnapshotRequest, retake_snapshot, take_snapshot
+from cachestream.storage.space import clear, enforce_limit, quarantine, shrink
 from cachestream.storage.status import (
     CacheStatus,
     has_worker,
@@ -76,27 +78,29 @@ class Cache:
         **unknown: object,
     ) -> None:
         cachestream.config.reject_unknown("Cache", unknown, ("size_limit", "min_free", "eviction"))
-        self._policy = None if eviction is None else check_policy(eviction)
+        self._eviction = eviction if callable(eviction) else None  # a name is stored in the cache
         given = {
             "size_limit": None if size_limit is None else parse_limit(size_limit),
             "min_free": None if min_free is None else parse_size(min_free, "min_free"),
-            "eviction": None if callable(self._policy) else self._policy,
+            "eviction": None if eviction is None or callable(eviction) else check_policy(eviction),
         }
         self.directory: Directory = open_directory(path)
         self.catalogue = open_catalogue(self.directory, given)
-        self.admission = Reservations(self.directory, self.catalogue, self._policy_now)
+        self.reservations = Reservations(self.directory, self.catalogue, self._policy)
         self.filling = Filling(self.directory, self.catalogue)
-        self._space = Space(self.directory, self.catalogue, self.admission)
-        with self.catalogue.reading() as tables:
-            self.cache_id: str = tables.meta("cache_id")
+        self.cache_id = str(self._setting("cache_id"))
         with suppress(CacheError):  # not writable, or locked
-            if (problem := self.check_books()) is not None:
+            if (problem := self.check_sizes()) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
         if size_limit is not None:
-            self._space.shrink()
+            shrink(self)
 
-    def _policy_now(self, tables: Tables) -> EvictionPolicy:
-        return self._policy if callable(self._policy) else str(tables.meta("eviction"))
+    def _setting(self, key: str) -> Any:
+        with self.catalogue.reading() as tables:
+            return tables.meta(key)
+
+    def _policy(self, tables: Tables) -> EvictionPolicy:
+        return self._eviction or str(tables.meta("eviction"))
 
     # --- what is there
 
@@ -107,8 +111,8 @@ class Cache:
 
     @property
     def size_bytes(self) -> int:
-        """The current disk usage of the directory, catalogue and temporary files included."""
-        return occupied_bytes(self.directory, self.catalogue)
+        """The disk usage of the directory, catalogue and temporary files included."""
+        return occupied_bytes(self)
 
     @property
     def num_samples(self) -> int:
@@ -132,17 +136,17 @@ class Cache:
     def eviction(self) -> EvictionPolicy:
         """The eviction policy in force.
 
-        Setting it takes effect at once; a function, for this process and for workers that it starts from then
-        on.
+        Setting it takes effect at once: a name for all processes, a function for this one and the workers
+        that it starts afterwards.
         """
         with self.catalogue.reading() as tables:
-            return self._policy_now(tables)
+            return self._policy(tables)
 
     @eviction.setter
     def eviction(self, eviction: EvictionPolicy) -> None:
-        self._policy = check_policy(eviction)
         if not callable(eviction):
-            change_settings(self.directory, self.catalogue, {"eviction": eviction})
+            change_settings(self.directory, self.catalogue, {"eviction": check_policy(eviction)})
+        self._eviction = eviction if callable(eviction) else None
 
     @property
     def min_free(self) -> int:
@@ -150,8 +154,7 @@ class Cache:
 
         Setting it (bytes or "5GB") takes effect at once, also for running workers.
         """
-        with self.catalogue.reading() as tables:
-            return int(tables.meta("min_free"))
+        return int(self._setting("min_free"))
 
     @min_free.setter
     def min_free(self, min_free: int | str) -> None:
@@ -159,23 +162,23 @@ class Cache:
 
     @property
     def size_limit(self) -> int:
-        """The limit in bytes. Setting it (bytes or "200GB") takes effect at once, also for running
-        workers; lowering it waits for the shards that are being written (2 s at most) and evicts down to
-        it, as far as epochs in use allow, and the rest as they end.
+        """The limit in bytes.
+
+        Setting it (bytes or "200GB") takes effect at once, also for running workers. Lowering it waits for
+        the shards that are being written (2 s at most) and evicts down to it, except for the shards of epochs
+        in use, which are evicted when these end. Until then the cache may take more than the limit: what it
+        took before, and the reserve of 256 KiB for leases and logs.
         """
-        with self.catalogue.reading() as tables:
-            return int(tables.meta("size_limit"))
+        return int(self._setting("size_limit"))
 
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
         change_settings(self.directory, self.catalogue, {"size_limit": parse_limit(size_limit)})
-        self._space.shrink()
+        shrink(self)
 
     def fill_state(self) -> str:
-        """The state of the filling: "filling", "complete", "full", "stopped", "failed" or "none" (never
-        begun).
-        """
-        return read_filling(self.directory, self.filling)[0]
+        """The state of the filling: "filling", "complete", "full", "stopped", "failed" or "none" at first."""
+        return read_filling(self)[0]
 
     def has_worker(self) -> bool:
         """Return whether a worker is running for this cache, in any process."""
@@ -183,18 +186,19 @@ class Cache:
 
     def status(self) -> CacheStatus:
         """Everything at a glance; `str()` of it is one line, `.to_dict()` is JSON."""
-        return read_status(self.directory, self.catalogue, self.admission.leases, self._policy)
+        return read_status(self)
 
     def wait(self, min_samples: int = 1, timeout_s: float | None = None) -> int:
         """Wait until `min_samples` are cached; returns the number of cached samples.
 
-        Raises NotEnoughSamplesError at the deadline (None: no deadline), or at once when the filling has
-        ended with fewer, or no more fit.
+        Without `timeout_s` there is no deadline: the wait lasts as long as samples may come, also while no
+        worker runs. Raises NotEnoughSamplesError at the deadline, or at once when the filling has ended with
+        fewer samples, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self.directory, self.filling, count, timeout_s)
+        return wait_for_samples(self, count, timeout_s)
 
     # --- epochs
 
@@ -219,54 +223,48 @@ class Cache:
         self,
         epoch_size: int | None = None,
         turnover: float = 0.0,
-        least: int = 0,
-        mine: Collection[str] = (),
+        min_samples: int = 0,
+        own_leases: Collection[str] = (),
         split: Split | None = None,
     ) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that holds them.
 
-        Fewer shards are left out for the `turnover` where less than `least` samples would remain. `mine` are
-        the paths of leases that the caller releases soon.
+        Fewer shards are left out for the `turnover` where less than `min_samples` would remain. `own_leases`
+        are the paths of leases that the caller releases soon.
         """
-        count = None if epoch_size is None else check_count("epoch_size", epoch_size)
+        if epoch_size is not None:
+            epoch_size = check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
-        if split is not None and split.held_out:
-            turnover = 0.0
-        return take_snapshot(self, SnapshotRequest(count, turnover, least, mine, split))
+        return take_snapshot(self, SnapshotRequest(epoch_size, turnover, min_samples, own_leases, split))
 
     def retake_snapshot(
-        self,
-        shard_ids: npt.ArrayLike,
-        counts: npt.ArrayLike,
-        epoch_size: int | None = None,
-        split: Split | None = None,
+        self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, split: Split | None = None
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
-        wanted, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)
-        return retake_snapshot(self, (wanted, expected), epoch_size, split)
+        return retake_snapshot(self, np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64), split)
 
     # --- space and soundness
 
     def evict(self, to: int | str | None = None) -> int:
-        """Evict shards until the cache takes at most `to` bytes (None: its limit, or what `min_free` leaves
-        of it); returns the bytes freed.
+        """Evict shards until the cache takes at most `to` bytes; returns the bytes freed.
 
-        Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
+        None means the limit, or what `min_free` leaves of it. Leased shards stay. The policy "none" evicts
+        as "lru" here, because it was asked for.
         """
         # `to` is the disk usage of the directory, without the reserve that counts as used.
-        to_bytes = None if to is None else parse_size(to, "to") + self.admission.measure().headroom_bytes
-        return self.admission.evict(to_bytes, "lru" if self.eviction == "none" else None)
+        to_bytes = None if to is None else parse_size(to, "to") + self.reservations.measure().headroom_bytes
+        return self.reservations.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
         """Evict down to the limit, as leases allow; returns the bytes freed.
 
         Leases and logs may use a part of their reserve over the limit without an eviction.
         """
-        return self._space.enforce_limit(HEADROOM_BYTES // 2)
+        return enforce_limit(self, HEADROOM_BYTES // 2)
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Move a damaged shard to the quarantine and delete its row: the worker fetches its samples again."""
-        self._space.put_aside(shard_id, reason)
+        quarantine(self, shard_id, reason)
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -282,13 +280,13 @@ class Cache:
         """Rebuild a lost or damaged catalogue from the shards, unless another process has done so."""
         rebuild_catalogue(self.directory, self.catalogue, condemned=True)
 
-    def check_books(self) -> str | None:
+    def check_sizes(self) -> str | None:
         """Correct the recorded sizes of shards by their files; returns the first error found, or None."""
-        return check_books(self.directory, self.catalogue, correct=True)
+        return check_sizes(self.directory, self.catalogue, correct=True)
 
     def recover(self) -> int:
         """Remove the leftovers of writers that died; returns the number of files removed."""
-        self.admission.clear_dead()
+        self.reservations.clear_dead()
         return remove_leftovers(self.directory, self.catalogue)
 
     def clear(self) -> None:
@@ -296,9 +294,7 @@ class Cache:
 
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
-        self._space.clear()
-        with opening_lock(self.directory):
-            save_copy(self.directory, self.catalogue)
+        clear(self)
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""
@@ -311,18 +307,12 @@ class Cache:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self._policy)
+        return partial(Cache, self.path, eviction=self._eviction), ()
 
     def __repr__(self) -> str:
         with self.catalogue.reading() as tables:
-            shards, samples, used = tables.totals()
-        leases = self.admission.leases.count()
-        limit = format_size(self.size_limit)
+            shards, samples, used_bytes = tables.totals()
         return (
-            f"<Cache {self.path}: {samples} samples in {shards} shards, {format_size(used)} of {limit}, "
-            f"{leases} leases>"
+            f"<Cache {self.path}: {samples} samples in {shards} shards, {format_size(used_bytes)} of "
+            f"{format_size(self.size_limit)}, {self.reservations.leases.count()} leases>"
         )
-
-
-def _reopen(path: str, policy: EvictionPolicy | None) -> Cache:
-    return Cache(path, eviction=policy if callable(policy) else None)

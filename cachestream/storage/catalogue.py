@@ -1,4 +1,4 @@
-"""The catalogue: one SQLite file with a row for each shard, and the only module that connects to it.
+"""The catalogue: one SQLite file with a row for each shard. Only this module connects to it.
 
 `journal_mode=TRUNCATE, synchronous=FULL`: rows are per shard, so the speed of WAL is not needed, and the
 SQLite that many Pythons bundle has a WAL-reset corruption. Writers use BEGIN IMMEDIATE, so a value read in a
@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
 from cachestream.linux import open_private
-from cachestream.storage.books import DAMAGE_ERRORS, has_expected_tables, impossible_value
 from cachestream.storage.locks import file_identity, is_held
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
@@ -30,7 +29,15 @@ from cachestream.storage.os_errors import (
     translated_sql_errors,
     unwritable,
 )
-from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, Tables
+from cachestream.storage.sql_schema import (
+    APPLICATION_ID,
+    DAMAGE_ERRORS,
+    SCHEMA_VERSION,
+    STATEMENTS,
+    has_expected_tables,
+    impossible_value,
+)
+from cachestream.storage.tables import Tables
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
@@ -40,7 +47,11 @@ _POLL_S: Final = 0.02
 
 
 class Revision(NamedTuple):
-    """A state of the catalogue. Two equal revisions mean that nothing was committed in between."""
+    """A state of the catalogue. Two equal revisions mean that nothing was committed in between.
+
+    `openings` counts those of this process; `others` is SQLite's count of commits by other connections, and
+    `own` that of commits by this one.
+    """
 
     openings: int
     others: int
@@ -67,7 +78,7 @@ class Catalogue:
     def __init__(self, path: str, rebuilders: Sequence[str] = ()) -> None:
         self.path = path
         self._rebuilders = rebuilders
-        self.patience_s = LOCK_TIMEOUT_S  # 0 in the process that rebuilds the file
+        self.patience_s = LOCK_TIMEOUT_S  # the wait for a missing file; 0 in the process that rebuilds it
         self.identity: tuple[int, int] | None = None  # of the file that was opened last
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -77,8 +88,9 @@ class Catalogue:
             _catalogues.add(self)
 
     def create(self, fill: Callable[[Tables], None]) -> None:
-        """Create the file and its tables, and `fill` them, in one transaction. Raises OSError for a file that
-        exists.
+        """Create the file and its tables, and `fill` them, in one transaction.
+
+        Raises CacheError for a file that exists.
         """
         with translated_disk_errors(self.path):
             os.close(open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -301,7 +313,7 @@ def _check_kind_and_owner(path: str) -> None:
 _fork_lock = threading.RLock()
 _catalogues: weakref.WeakSet[Catalogue] = weakref.WeakSet()
 _locked_for_fork: list[Catalogue] = []
-_inherited: list[sqlite3.Connection] = []
+_inherited: list[sqlite3.Connection] = []  # of the parent; kept, because a close would drop its locks
 
 
 def _before_fork() -> None:

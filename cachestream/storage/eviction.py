@@ -1,4 +1,4 @@
-"""The policies of eviction, the choice of victims, and the share that an epoch leaves to it: pure functions."""
+"""Eviction policies, the choice of victims, and the share that an epoch leaves out: pure functions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cachestream.schema import IntArray, ShardRow
 EvictionFunction = Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]
 EvictionPolicy = str | EvictionFunction
 
-# The columns that SQL sorts shards by; "-" is descending. The id breaks ties: older shards are evicted first.
-ORDERS: Final[dict[str, tuple[str, ...]]] = {
-    "lru": ("last_used", "id"),
-    "fifo": ("id",),
-    "least-fresh": ("-uses", "last_used", "id"),
-    "none": (),
+# The order in which a policy evicts shards, in SQL. The id breaks ties: older shards are evicted first.
+ORDERS: Final = {
+    "lru": "last_used, id",
+    "fifo": "id",
+    "least-fresh": "uses DESC, last_used, id",
+    "none": "id",  # for listings: it evicts nothing
 }
 
 
@@ -40,43 +40,36 @@ def chosen_by(policy: EvictionFunction, rows: Sequence[ShardRow]) -> list[ShardR
 
     Raises ConfigError for a function that fails, or that returns anything but some of the rows or their ids.
     """
+    if not rows:
+        return []
     by_id = {row.id: row for row in rows}
-    chosen = _ids_chosen_by(policy, rows)
-    unknown = [shard_id for shard_id in chosen if shard_id not in by_id]
-    if unknown or len(set(chosen)) != len(chosen):
-        raise ConfigError(
-            f"the eviction function returned unknown or repeated shards: {unknown or chosen}; "
-            "return some of the rows it gets, or their ids, first to go first"
-        )
-    return [by_id[shard_id] for shard_id in chosen]
-
-
-def _ids_chosen_by(policy: EvictionFunction, rows: Sequence[ShardRow]) -> list[int]:
     try:
         answer = policy(tuple(rows))
     except Exception as error:
         raise ConfigError(f"the eviction function failed: {type(error).__name__}: {error}") from error
+    wanted = "return some of the rows it gets, or their ids, first to go first"
     try:
-        return [row.id if isinstance(row, ShardRow) else operator.index(row) for row in answer]
+        chosen = [row.id if isinstance(row, ShardRow) else operator.index(row) for row in answer]
     except TypeError as error:
         raise ConfigError(
-            f"the eviction function returned a {type(answer).__name__} ({error}); "
-            "return some of the rows it gets, or their ids, first to go first"
+            f"the eviction function returned a {type(answer).__name__} ({error}); {wanted}"
         ) from error
+    unknown = [shard_id for shard_id in chosen if shard_id not in by_id]
+    if unknown or len(set(chosen)) != len(chosen):
+        raise ConfigError(
+            f"the eviction function returned unknown or repeated shards: {unknown or chosen}; {wanted}"
+        )
+    return [by_id[shard_id] for shard_id in chosen]
 
 
-def choose_victims(ordered: Iterable[ShardRow], need_bytes: int) -> list[ShardRow] | None:
-    """The first of `ordered` that together free `need_bytes`; None if all of them do not."""
+def choose_victims(ordered: Iterable[ShardRow], need_bytes: int) -> list[ShardRow]:
+    """The first of `ordered` that together free `need_bytes`; all of them if these do not."""
     victims: list[ShardRow] = []
-    freed = 0
-    if need_bytes <= 0:
-        return victims
-    for row in ordered:
+    rows = iter(ordered)
+    while need_bytes > 0 and (row := next(rows, None)) is not None:
         victims.append(row)
-        freed += row.size_bytes
-        if freed >= need_bytes:
-            return victims
-    return None
+        need_bytes -= row.size_bytes
+    return victims
 
 
 def describe_shortage(need_bytes: int, limit_bytes: int, used_bytes: int, leased_bytes: int) -> str:
@@ -136,16 +129,16 @@ def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_b
 
 
 def leave_out(
-    ids: IntArray, sizes: IntArray, uses: IntArray, counts: IntArray, leave_bytes: int, least: int = 0
+    ids: IntArray, sizes: IntArray, uses: IntArray, counts: IntArray, leave_bytes: int, min_samples: int = 0
 ) -> IntArray:
     """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
 
     `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
-    are selected, never all shards, nor so many that fewer than `least` samples remain.
+    are selected, never all shards, nor so many that fewer than `min_samples` remain.
     """
     used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
     if leave_bytes <= 0 or not len(used):
         return np.empty(0, np.int64)
     enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
-    spare = int(np.searchsorted(np.cumsum(counts[used]), int(counts.sum()) - least, side="right"))
+    spare = int(np.searchsorted(np.cumsum(counts[used]), int(counts.sum()) - min_samples, side="right"))
     return ids[used[: min(enough, spare)]]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span
+from cachestream.storage.progress import Claim, PassRow, Suspect
 from cachestream.storage.reservations import owner_is_alive
-from cachestream.storage.tables import Claim, FailureRow, PassRow, Suspect
+from cachestream.storage.tables import FailureRow
 
 if TYPE_CHECKING:
     from cachestream.storage.catalogue import Catalogue
@@ -294,7 +295,7 @@ class Filling:
 def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:
     for claim, holder in tables.claims(row.id):
         if holder != owner and holder in dead_owners:
-            tables.take_claim(claim.id, owner)
+            tables.take_over_claim(claim.id, owner)
             return claim
     return None
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from cachestream.config import parse_path
 from cachestream.errors import ConfigError
-from cachestream.linux import filesystem_of, is_network_filesystem, make_private_folder, move, remove
+from cachestream.linux import (
+    filesystem_of,
+    is_network_filesystem,
+    make_private_folder,
+    move,
+    open_private,
+    remove,
+)
 from cachestream.storage.os_errors import translated_disk_errors
 
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -23,55 +29,29 @@ _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 _HARMLESS: Final = frozenset({"lost+found"})
 
 
-@dataclass(frozen=True, slots=True)
 class Directory:
     """The paths inside the cache at `root`."""
 
-    root: str
-
-    @property
-    def catalogue(self) -> str:
-        return os.path.join(self.root, "catalogue.sqlite")
-
-    @property
-    def settings(self) -> str:
-        """A copy of the settings, from which a lost catalogue is restored."""
-        return os.path.join(self.root, "cache.json")
-
-    @property
-    def opening_lock(self) -> str:
-        """Held by whoever makes the catalogue, or changes settings."""
-        return os.path.join(self.root, "opening.lock")
-
-    @property
-    def supervisor_lock(self) -> str:
-        """Held by the worker."""
-        return self.worker_file("supervisor.lock")
-
-    @property
-    def shards(self) -> str:
-        return os.path.join(self.root, "shards")
-
-    @property
-    def leases(self) -> str:
-        return os.path.join(self.root, "leases")
-
-    @property
-    def quarantine(self) -> str:
-        return os.path.join(self.root, "quarantine")
-
-    @property
-    def worker(self) -> str:
-        return os.path.join(self.root, "worker")
-
-    def temporary_shard(self, shard_id: int) -> str:
-        """The path under which a shard is written: in the folder of its final path, so that one listing sees
-        it once.
-        """
-        return os.path.join(self.shards, f"{shard_id:012d}{TEMPORARY_SUFFIX}")
+    def __init__(self, root: str) -> None:
+        self.root: Final = root
+        self.catalogue: Final = os.path.join(root, "catalogue.sqlite")
+        # A copy of the settings, from which a lost catalogue is restored.
+        self.settings: Final = os.path.join(root, "cache.json")
+        # Held by whoever makes the catalogue, or changes settings.
+        self.opening_lock: Final = os.path.join(root, "opening.lock")
+        self.shards: Final = os.path.join(root, "shards")
+        self.leases: Final = os.path.join(root, "leases")
+        self.quarantine: Final = os.path.join(root, "quarantine")
+        self.worker: Final = os.path.join(root, "worker")
+        # Held by the worker.
+        self.supervisor_lock: Final = self.worker_file("supervisor.lock")
 
     def worker_file(self, name: str) -> str:
         return os.path.join(self.worker, name)
+
+    def temporary_shard(self, shard_id: int) -> str:
+        """The path under which a shard is written, beside its final path: one listing sees it once."""
+        return os.path.join(self.shards, f"{shard_id:012d}{TEMPORARY_SUFFIX}")
 
 
 def open_directory(path: str | os.PathLike[str]) -> Directory:
@@ -136,17 +116,16 @@ def _check_owner(root: str) -> None:
         raise ConfigError(
             f"{root} belongs to another user (uid {info.st_uid}); choose a directory of your own"
         )
-    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
-        raise ConfigError(
-            f"{root} may be written by everybody; run 'chmod o-w' on it or choose another directory"
-        )
-    if info.st_mode & stat.S_ISVTX and info.st_mode & stat.S_IWOTH:
+    if info.st_mode & stat.S_IWOTH:
+        is_shared = info.st_mode & stat.S_ISVTX
         raise ConfigError(
             f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
+            if is_shared
+            else f"{root} may be written by everybody; run 'chmod o-w' on it or choose another directory"
         )
 
 
-def booked_bytes(info: os.stat_result) -> int:
+def accounted_bytes(info: os.stat_result) -> int:
     """The accounted size of a file: its allocated blocks, but no less than its length.
 
     Some filesystems allocate later (ZFS) or compress.
@@ -180,7 +159,7 @@ def _bytes_below(folder: str, skipped: str = "") -> int:
 
 
 def size_of_file(path: str) -> int:
-    """Allocated bytes of the file at `path`; 0 when there is none."""
+    """Allocated bytes of the file at `path`; 0 if it is missing."""
     try:
         return allocated_bytes(os.lstat(path))
     except FileNotFoundError:
@@ -194,6 +173,19 @@ def remove_if_there(path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Replace the file at `path` by one that holds `data`: whole, durable, and readable by its owner only."""
+    temporary = path + ".new"
+    try:
+        with open(temporary, "wb", opener=open_private) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        move(temporary, path)
+    finally:
+        remove_if_there(temporary)
 
 
 def free_bytes(root: str) -> int:

@@ -1,8 +1,8 @@
 """Leases: the shards that live readers need, as locked files that contain ranges of shard ids.
 
-Whoever takes a snapshot holds `Leases.locked` from the choice of the shards to the lease, and evictors hold
-it from reading the leases to the deletion of the rows: no shard is evicted between being chosen and being
-leased.
+A process that takes a snapshot holds `Leases.locked` from the choice of the shards to the lease. A process
+that evicts holds it from reading the leases to deleting the rows. So no shard is evicted after it was chosen
+and before it is leased.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from cachestream.errors import CacheLockedError, EpochError
+from cachestream.errors import EpochError
 from cachestream.schema import IntArray
-from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.locks import HeldFile, is_held, lock_file, locked, remove_unheld
+from cachestream.storage.os_errors import lock_timeout, translated_disk_errors
 
 _CREATE_TIMEOUT_S: Final = 2.0
 _LOCK_TIMEOUT_S: Final = 20.0
@@ -96,20 +96,10 @@ class Leases:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Keep other threads and processes from leasing and evicting. Not within a transaction."""
         path = self._folder + ".lock"
-        lock = lock_file(path, timeout_s=_LOCK_TIMEOUT_S)
-        if lock is None:
-            raise CacheLockedError(
-                f"{path} was locked by another process for {_LOCK_TIMEOUT_S:.0f} s; "
-                "look for a stopped or swapping process that uses this cache, then try again"
-            )
-        try:
-            yield
-        finally:
-            lock.release()
+        return locked(path, _LOCK_TIMEOUT_S, lock_timeout(path, _LOCK_TIMEOUT_S))
 
     def create(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` `[n, 2]` (first, last) for this process. Requires the lock."""

@@ -11,6 +11,8 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cachestream.errors import CacheFullError, CacheLockedError
 from cachestream.linux import open_private, remove
@@ -64,11 +66,6 @@ class HeldFile:
             if self._holders <= 0:
                 self._close(unlink)
 
-    def abandon(self) -> None:
-        """Drop the lock regardless of other holders, in a forked child."""
-        with _guard:
-            self._close()
-
     def _close(self, unlink: bool = False) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -110,7 +107,7 @@ def _after_fork_in_child() -> None:
     global _guard
     _guard = threading.RLock()
     for file in list(_held):
-        file.abandon()
+        file._close()  # whatever its holders: they are the parent's
 
 
 os.register_at_fork(
@@ -134,6 +131,18 @@ def lock_file(
         if held is not None or time.monotonic() >= deadline:
             return held
         time.sleep(0.01)  # flock has no timeout; bounded by the deadline
+
+
+@contextmanager
+def locked(path: str, timeout_s: float, error: Exception) -> Iterator[None]:
+    """Hold the lock on `path` for the `with` block; raises `error` if others hold it until the deadline."""
+    lock = lock_file(path, timeout_s=timeout_s)
+    if lock is None:
+        raise error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_held(path: str, *, shared: bool = False) -> bool:

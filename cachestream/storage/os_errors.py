@@ -12,24 +12,12 @@ from typing import Final
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
 from cachestream.linux import open_private, remove
 
-_FULL: Final = {
-    errno.ENOSPC: "free some disk or lower the cache's limit",
-    errno.EDQUOT: "free some of what counts for the quota, have it raised, or lower the cache's limit",
-    errno.EFBIG: (
-        "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size"
-    ),
-}
-_FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
-_FAILED: Final = frozenset(
-    {errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS}
-)
 _PROBE_BYTES: Final = 4096
 # Parts of SQLite's messages for invalid pages, for unexpected tables, and for rows that violate constraints.
 _DAMAGE: Final = (
     "not a database", "malformed", "encrypted", "no such", "has no column", "decode to UTF-8",
     "constraint failed", "unsupported file format", "mismatch",
 )  # fmt: skip
-_TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class CatalogueDamagedError(CacheError):
@@ -40,28 +28,52 @@ class DiskFailedError(CacheError):
     """The disk fails or takes no more writes. It may recover while the caller waits."""
 
 
+# The class of an error of the system, and what to do about it.
+_ADVICE: Final[dict[int, tuple[type[CacheError], str]]] = {
+    errno.ENOSPC: (CacheFullError, "free some disk or lower the cache's limit"),
+    errno.EDQUOT: (
+        CacheFullError,
+        "free some of what counts for the quota, have it raised, or lower the cache's limit",
+    ),
+    errno.EFBIG: (
+        CacheFullError,
+        "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size",
+    ),
+    errno.EROFS: (
+        DiskFailedError,
+        "mount it for writing, or look into the system's log: disks that fail become so",
+    ),
+    errno.EMFILE: (CacheError, "raise the limit of open files ('ulimit -n')"),
+    errno.ENFILE: (CacheError, "raise the limit of open files ('ulimit -n')"),
+    errno.ENOMEM: (
+        CacheError,
+        "the process has too many maps ('sysctl vm.max_map_count') or no memory",
+    ),
+    errno.ENOENT: (CacheError, "somebody removed it, open the cache again"),
+    **dict.fromkeys(
+        (errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT),
+        (DiskFailedError, "check the disk"),
+    ),
+}
+
+
 def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     """Translate `error` at `path` to a CacheFullError or another CacheError."""
-    what = f"{path}: {error.strerror}{doing and f' while {doing}'}"
-    if error.errno in _FULL:
-        return CacheFullError(f"{what}; {_FULL[error.errno]}")
-    if error.errno in _FORBIDDEN:
+    number = error.errno or 0
+    if number in (errno.EACCES, errno.EPERM):
         return unwritable(path, error.strerror)
-    if error.errno == errno.EROFS:
-        return DiskFailedError(
-            f"{what}; mount it for writing, or look into the system's log: disks that fail become so"
-        )
-    if error.errno in _TOO_MANY:
-        return CacheError(f"{what}; raise the limit of open files ('ulimit -n')")
-    if error.errno == errno.ENOMEM:
-        return CacheError(f"{what}; the process has too many maps ('sysctl vm.max_map_count') or no memory")
-    if error.errno == errno.ELOOP:
+    if number == errno.ELOOP:
         return CacheError(f"{path} is a symbolic link; a cache does not follow links, remove it")
-    if error.errno == errno.ENOENT:
-        return CacheError(f"{what}; somebody removed it, open the cache again")
-    if error.errno in _FAILED:
-        return DiskFailedError(f"{what}; check the disk")
-    return CacheError(f"{what}; check the disk")
+    kind, advice = _ADVICE.get(number, (CacheError, "check the disk"))
+    return kind(f"{path}: {error.strerror}{doing and f' while {doing}'}; {advice}")
+
+
+def lock_timeout(path: str, timeout_s: float) -> CacheLockedError:
+    """The error of a lock on `path` that another process did not release within `timeout_s`."""
+    return CacheLockedError(
+        f"{path} was locked by another process for {timeout_s:.0f} s; "
+        "look for a stopped or swapping process that uses this cache, then try again"
+    )
 
 
 def unwritable(path: str, said: str | None = None) -> CacheError:
@@ -99,10 +111,7 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
     except sqlite3.DatabaseError as error:
         text = str(error)
         if "locked" in text or "busy" in text:
-            raise CacheLockedError(
-                f"{path} was locked by another process for {timeout_s:.0f} s; "
-                "look for a stopped or swapping process that uses this cache, then try again"
-            ) from error
+            raise lock_timeout(path, timeout_s) from error
         if any(word in text for word in _DAMAGE):
             raise CatalogueDamagedError(
                 f"{path} is damaged ({text}); run 'cachestream verify CACHE --repair'"
@@ -111,14 +120,14 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
             raise CacheFullError(f"{path}: the disk is full; free some space") from error
         if "readonly" in text or "unable to open" in text:
             raise unwritable(path, text) from error
-        refusal = _refusal(path) if "disk I/O error" in text else None
-        if refusal is not None:
+        if "disk I/O error" not in text:
+            raise CacheError(f"{path}: {text}; check the disk") from error
+        if (refusal := _lack_of_space(path)) is not None:
             raise disk_error(path, refusal, "in a transaction") from error
-        kind = DiskFailedError if "disk I/O error" in text else CacheError
-        raise kind(f"{path}: {text}; check the disk") from error
+        raise DiskFailedError(f"{path}: {text}; check the disk") from error
 
 
-def _refusal(path: str) -> OSError | None:
+def _lack_of_space(path: str) -> OSError | None:
     """The error of writing past the size of the file at `path`, if it says that there is no space.
 
     SQLite reports a quota or a limit on file sizes as a disk I/O error.
@@ -133,5 +142,5 @@ def _refusal(path: str) -> OSError | None:
         finally:
             os.close(fd)
     except OSError as error:
-        return error if error.errno in _FULL else None
+        return error if isinstance(disk_error(path, error), CacheFullError) else None
     return None

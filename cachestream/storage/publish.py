@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError
-from cachestream.linux import move, open_private
+from cachestream.linux import begin_writeback, move, open_private
 from cachestream.schema import ShardRow, Span
-from cachestream.storage.layout import Directory, allocated_bytes, booked_bytes, sync_folder
+from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes, sync_folder
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow
@@ -25,22 +24,6 @@ if TYPE_CHECKING:
     from cachestream.storage.tables import Tables
 
 _PIECE_BYTES: Final = 8 << 20
-_SYNC_FILE_RANGE_WRITE: Final = 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux only, and not in every libc
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-def _begin_writeback(fd: int, nbytes: int) -> None:
-    """Start writing back the last `nbytes` before the position of `fd`.
-
-    Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
-    cache. It is a hint: errors appear in the fsync.
-    """
-    if _sync_file_range is not None:
-        _sync_file_range(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 class CatalogueReplacedError(CacheError):
@@ -110,8 +93,11 @@ class Publisher:
             occupied = list(map(self._write, shard_ids, headers, contents, footprints))
             with self._transaction() as tables:
                 for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
-                    self._insert(tables, shard_id, content, size_bytes, progress.pass_id, spans)
-                tables.add("written_bytes", sum(sizes))
+                    self._fulfil(tables, shard_id)
+                    row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
+                    tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
+                    tables.enter_split(shard_id, content.fill)
+                tables.add("written_samples", sum(content.num_samples for content in contents))
                 _commit(tables, progress)
         except BaseException as error:
             self._cancel(shard_ids)
@@ -121,24 +107,12 @@ class Publisher:
             raise
         return shard_ids
 
-    def _insert(
-        self,
-        tables: Tables,
-        shard_id: int,
-        content: ShardContent,
-        size_bytes: int,
-        pass_id: int,
-        spans: Sequence[Span],
-    ) -> None:
+    def _fulfil(self, tables: Tables, shard_id: int) -> None:
         if not tables.fulfil_reservation(shard_id, self._owner):
             raise CacheError(
-                f"{self._directory.root}: another process has cleared what was reserved for shard "
-                f"{shard_id}, because its own seemed to be gone; its samples will be fetched again"
+                f"{self._directory.root}: another process has released the reservation of shard {shard_id}, "
+                "because this one seemed to be gone; its samples will be fetched again"
             )
-        row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
-        tables.insert_shard(row, tables.admit_schema(content.schema), pass_id, spans)
-        tables.add("written_samples", content.num_samples)
-        tables.enter_split(shard_id, content.fill)
 
     def _cancel(self, shard_ids: list[int]) -> None:
         for shard_id in shard_ids:
@@ -182,12 +156,12 @@ class Publisher:
                 # Never retried: after a failed fsync the pages are marked clean. The file is removed.
                 os.fsync(fd)
                 _check_occupied(temporary, fd, most_bytes)
-                booked = booked_bytes(os.fstat(fd))
+                accounted = accounted_bytes(os.fstat(fd))
             finally:
                 os.close(fd)
             move(temporary, shard_path(self._directory.root, shard_id))
             sync_folder(self._directory.shards)
-        return booked
+        return accounted
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
@@ -224,5 +198,5 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])
-        _begin_writeback(fd, written)
+        begin_writeback(fd, written)
         view = view[written:]

@@ -19,8 +19,8 @@ from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.layout import (
     TEMPORARY_SUFFIX,
     Directory,
+    accounted_bytes,
     allocated_bytes,
-    booked_bytes,
     move_aside,
     overhead_bytes,
     remove_if_there,
@@ -151,7 +151,7 @@ def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Sche
     if shard.schema not in schema_ids:
         schema_ids[shard.schema] = tables.admit_schema(shard.schema)
     pass_id, spans = _origin(tables, shard.fill)
-    row = ShardRow(shard_id, booked_bytes(os.lstat(path)), shard.num_samples, 0, 0)
+    row = ShardRow(shard_id, accounted_bytes(os.lstat(path)), shard.num_samples, 0, 0)
     tables.insert_shard(row, schema_ids[shard.schema], pass_id, spans)
     if "part" in shard.fill and tables.holdout is None:
         tables.hold_out(float(shard.fill["holdout"]))
@@ -227,12 +227,12 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
             return VerifyReport(0, 0, (), (), (), problem, repaired=False)
         rebuild_catalogue(directory, catalogue, condemned=True)
     if repair:
-        cache.admission.clear_dead()
+        cache.reservations.clear_dead()
     damage, contradictions = _check_shards(directory, catalogue, on_progress)
     if repair and contradictions:
         rebuild_catalogue(directory, catalogue, condemned=True)
     problem = problem or next(iter(contradictions), None)
-    problem = check_books(directory, catalogue, correct=repair) or problem
+    problem = check_sizes(directory, catalogue, correct=repair) or problem
     with catalogue.reading() as tables:
         known = tables.shard_ids()
     damage = {shard_id: said for shard_id, said in damage.items() if shard_id in known}  # others were evicted
@@ -302,7 +302,7 @@ def _contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | N
     return None
 
 
-def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
+def check_sizes(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
     """Compare recorded sizes with the files, and sums with the rows; return the first problem, or None.
 
     With `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
@@ -318,7 +318,7 @@ def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) ->
         with catalogue.transaction() as tables:
             tables.correct_sizes(wrong)
     return (
-        f"{len(wrong)} shards are booked with a wrong size"
+        f"{len(wrong)} shards are recorded with a wrong size"
         if wrong
         else f"the sums are {totals} and not {sums}"
     )
@@ -331,7 +331,7 @@ def _sizes_of_shards(folder: str) -> dict[int, int]:
         for entry in entries:
             if match := _SHARD_NAME.fullmatch(entry.name):
                 with suppress(FileNotFoundError):  # evicted meanwhile
-                    found[int(match[1])] = booked_bytes(entry.stat(follow_symlinks=False))
+                    found[int(match[1])] = accounted_bytes(entry.stat(follow_symlinks=False))
     return found
 
 

@@ -12,20 +12,18 @@ import bisect
 import contextlib
 import os
 import secrets
-import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
-from cachestream.errors import CacheError, CacheLockedError
+from cachestream.errors import CacheLockedError
 from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.eviction import EvictionPolicy, Room, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.layout import (
     BLOCK_BYTES,
     Directory,
     free_bytes,
-    move_aside,
     overhead_bytes,
     remove_if_there,
     size_of_file,
@@ -42,13 +40,10 @@ if TYPE_CHECKING:
 
     from cachestream.storage.catalogue import Catalogue
 
-# Room for the growth of the worker's log, board and history, of rows and leases, between two reservations.
+# The reserve for the growth of logs, counters, history, rows and leases between two reservations.
 HEADROOM_BYTES: Final = 256 * 1024
 _BLOCKS_PER_INDEX: Final = 256  # fewer than any filesystem maps with one block, however fragmented the file
 _OWNER_TIMEOUT_S: Final = 2.0
-_CLEAR_TIMEOUT_S: Final = 1.0
-_WRITERS_TIMEOUT_S: Final = 2.0
-_POLL_S: Final = 0.01
 
 
 def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
@@ -177,26 +172,20 @@ class Reservations:
     ) -> int | None:
         """Promise `size_bytes` of disk to a new shard; return its id, or None when there is no space now.
 
-        Evicts shards in the order of the policy, except leased ones. With `spare_unused`, shards that no
-        epoch has used are kept too: they would have been fetched for nothing. Without it they may go: for
-        files that are not shards, and on request. The caller then writes the file, and turns the reservation
-        into a shard or cancels it.
+        With `may_evict`, shards are evicted for it in the order of the policy, except leased ones and, with
+        `spare_unused`, those that no epoch has used: they would have been fetched for nothing. The caller
+        then writes the file, and turns the reservation into a shard or cancels it.
         """
         self.clear_dead(owner)
         with self.leases.locked():
             usage, leased = self.measure(), self.leases.live(clear=True).merged()
             with self._catalogue.transaction() as tables:
-                room = room_in(tables, usage)
-                short_bytes = size_bytes - room.free_bytes
+                short_bytes = size_bytes - room_in(tables, usage).free_bytes
                 if 0 < short_bytes <= tables.reserved_bytes()[1]:
                     return None  # other processes are unlinking as much: more eviction would empty the cache
-                victims: list[ShardRow] | None = []
-                if may_evict and short_bytes > 0:
-                    kept = tables.held_out_shards()  # a validation set must not change between epochs
-                    candidates = self._evictable(tables, None, leased, kept, used_only=spare_unused)
-                    with contextlib.closing(candidates):
-                        victims = choose_victims(candidates, short_bytes)
-                if victims is None or short_bytes > sum(row.size_bytes for row in victims):
+                policy = self.policy(tables) if may_evict else "none"
+                victims = _victims(tables, policy, leased, short_bytes, used_only=spare_unused)
+                if short_bytes > sum(row.size_bytes for row in victims):
                     return None
                 shard_id = tables.add("last_shard_id", 1)
                 tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
@@ -229,26 +218,18 @@ class Reservations:
                 usage, leased = self.measure(), self.leases.live(clear=True).merged()
                 with self._catalogue.transaction() as tables:
                     room = room_in(tables, usage)
-                    surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-                    surplus -= tables.reserved_bytes()[1]  # other processes are unlinking as much
-                    victims: list[ShardRow] = []
-                    kept = tables.held_out_shards()
-                    with contextlib.closing(self._evictable(tables, policy, leased)) as candidates:
-                        ordered = sorted(candidates, key=lambda row: row.id in kept) if kept else candidates
-                        for row in ordered:
-                            if surplus <= 0:
-                                break
-                            victims.append(row)
-                            surplus -= row.size_bytes
+                    surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+                    surplus_bytes -= tables.reserved_bytes()[1]  # other processes are unlinking as much
+                    policy = policy or self.policy(tables)
+                    victims = _victims(tables, policy, leased, surplus_bytes, spare_held_out=False)
                     self._doom(tables, victims, owner.name)
                     if victims:
-                        tables.go_on_filling()
+                        tables.resume_filling()
             self._unlink([row.id for row in victims], owner.name)
         return sum(row.size_bytes for row in victims)
 
     def clear_dead(self, owner: str | None = None) -> None:
-        """Release the reservations and leases of dead processes, and those that this process failed to
-        release.
+        """Remove the leases and reservations of dead processes, and what this process failed to release.
 
         Runs in the name of `owner`, or of a temporary one.
         """
@@ -271,24 +252,6 @@ class Reservations:
                 taken = [r.id for r in abandoned if tables.take_reservation(r.id, r.owner, owner)]
             self._unlink(taken, owner)
 
-    def _evictable(
-        self,
-        tables: Tables,
-        policy: EvictionPolicy | None,
-        leased: IntArray,
-        kept: Collection[int] = (),
-        *,
-        used_only: bool = False,
-    ) -> Generator[ShardRow, None, None]:
-        policy = self.policy(tables) if policy is None else policy
-        if callable(policy):
-            unleased = _outside(leased, tables.shards(used_only=used_only))
-            rows = [row for row in unleased if row.id not in kept]
-            yield from chosen_by(policy, rows) if rows else ()
-        elif policy != "none":
-            with contextlib.closing(tables.shards(policy, leased, used_only=used_only)) as candidates:
-                yield from (row for row in _outside(leased, candidates) if row.id not in kept)
-
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
             return
@@ -297,7 +260,6 @@ class Reservations:
             tables.insert_reservation(Reservation(row.id, row.size_bytes, owner, doomed=True))
         tables.add("evicted_shards", len(victims))
         tables.add("evicted_samples", sum(row.num_samples for row in victims))
-        tables.add("evicted_bytes", sum(row.size_bytes for row in victims))
         tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
 
     def _abandoned(self, reservations: list[Reservation]) -> list[Reservation]:
@@ -345,6 +307,36 @@ def room_in(tables: Tables, usage: DiskUsage) -> Room:
     return Room(effective_limit(size_limit, used, usage.free_bytes, min_free), used)
 
 
+def _victims(
+    tables: Tables,
+    policy: EvictionPolicy,
+    leased: IntArray,
+    need_bytes: int,
+    *,
+    used_only: bool = False,
+    spare_held_out: bool = True,
+) -> list[ShardRow]:
+    """The shards to evict by `policy` that free `need_bytes`; all that may go if these do not.
+
+    Shards in the ranges `leased` stay, and those that hold only held-out samples, because a validation set
+    must not change between epochs. Unless `spare_held_out`, these go last.
+    """
+    if policy == "none" or need_bytes <= 0:
+        return []
+    held_out = tables.held_out_shards()
+    order = "fifo" if callable(policy) else policy
+    with contextlib.closing(tables.shards(order, leased, used_only=used_only)) as rows:
+        unleased = _outside(leased, rows)
+        candidates: Iterable[ShardRow] = unleased
+        if spare_held_out:
+            candidates = (row for row in unleased if row.id not in held_out)
+        if callable(policy):
+            candidates = chosen_by(policy, list(candidates))
+        if held_out and not spare_held_out:
+            candidates = sorted(candidates, key=lambda row: row.id in held_out)
+        return choose_victims(candidates, need_bytes)
+
+
 def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
     """The `rows` whose ids are not in `ranges` (disjoint and ascending)."""
     firsts, lasts = ranges[:, 0].tolist(), ranges[:, 1].tolist()
@@ -352,98 +344,3 @@ def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
         place = bisect.bisect_right(firsts, row.id) - 1
         if place < 0 or row.id > lasts[place]:
             yield row
-
-
-class Space:
-    """Keeps one cache within its limit, and puts shards aside."""
-
-    def __init__(self, directory: Directory, catalogue: Catalogue, reservations: Reservations) -> None:
-        self._directory = directory
-        self._catalogue = catalogue
-        self._reservations = reservations
-
-    def enforce_limit(self, slack_bytes: int = 0) -> int:
-        """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.
-
-        Returns the bytes freed.
-        """
-        usage = self._reservations.measure()
-        with self._catalogue.reading() as tables:
-            room, size_limit = room_in(tables, usage), int(tables.meta("size_limit"))
-            never_evicts = self._reservations.policy(tables) == "none"
-            doomed_bytes = tables.reserved_bytes()[1]
-        # Under "none" only a lower limit evicts, not a disk that other programs fill.
-        limit_bytes = size_limit if never_evicts else room.limit_bytes
-        slack_bytes = slack_bytes if limit_bytes == size_limit else 0
-        if room.used_bytes - doomed_bytes <= limit_bytes + slack_bytes:
-            return 0
-        return self._reservations.evict(limit_bytes, "lru" if never_evicts else None)
-
-    def shrink(self) -> None:
-        """Enforce a limit that was just lowered, also for bytes that were promised before."""
-        self.enforce_limit()
-        if self._reservations.room().free_bytes < 0:
-            self._wait_for_writers()
-            self.enforce_limit()
-
-    def _wait_for_writers(self) -> None:
-        """Wait until all current reservations are resolved; return silently at the deadline."""
-        deadline_s = time.monotonic() + _WRITERS_TIMEOUT_S
-        pending = self._reserved_ids()
-        while pending and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)  # SQLite cannot notify
-            pending &= self._reserved_ids()
-
-    def _reserved_ids(self) -> set[int]:
-        with self._catalogue.reading() as tables:
-            return {row.id for row in tables.reservations()}
-
-    def put_aside(self, shard_id: int, reason: str) -> None:
-        """Quarantine a damaged shard. Does nothing if it is gone already."""
-        path = shard_path(self._directory.root, shard_id)
-        finding = reason.partition("; run ")[0]  # without the advice, which is followed here
-        where, _, what = finding.partition(": ")
-        counter = "quarantined" if os.path.lexists(path) else "lost_shards"
-        with Owner.temporary(self._directory, "quarantine") as owner:
-            with self._catalogue.transaction() as tables:
-                row = tables.shard(shard_id)
-                if row is None:
-                    return  # evicted, or quarantined by another rank
-                tables.delete_shards([shard_id])
-                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner.name, doomed=True))
-                # In the transaction that deletes the row: an uncounted loss would not be fetched again.
-                tables.add("evicted_shards", 1)
-                tables.add(counter, 1)
-                tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
-                limit_bytes = int(tables.meta("size_limit"))
-            move_aside(self._directory, path, limit_bytes)
-            with self._catalogue.transaction() as tables:
-                tables.delete_reservations([shard_id])
-
-    def clear(self) -> None:
-        """Evict everything, and delete the progress of the filling and the quarantine.
-
-        Raises CacheError while a worker runs, or while epochs hold shards.
-        """
-        root = self._directory.root
-        # The lock of the supervisor: none can start meanwhile.
-        lock = lock_file(self._directory.supervisor_lock, timeout_s=_CLEAR_TIMEOUT_S)
-        if lock is None:
-            raise CacheError(f"a worker is filling {root}; stop it first ('cachestream stop CACHE')")
-        try:
-            self._reservations.evict(0, "fifo")
-            with self._catalogue.transaction() as tables:
-                left, _, left_bytes = tables.totals()
-                if left:
-                    raise CacheError(
-                        f"{left} shards ({format_size(left_bytes)}) of {root} are leased by epochs in use; "
-                        "close them"
-                    )
-                tables.forget_filling()
-                tables.forget_holdout()  # the next samples may be split otherwise
-            with translated_disk_errors(root, "clearing it"):
-                for name in os.listdir(self._directory.quarantine):
-                    remove_if_there(os.path.join(self._directory.quarantine, name))
-                remove_if_there(os.path.join(root, "catalogue.damaged"))
-        finally:
-            lock.release()

@@ -1,26 +1,25 @@
 """The settings of a cache: stored in its catalogue, and copied to a small file that outlives the catalogue.
 
-Whoever changes them holds the opening lock, so that the copy of the later change is the later copy.
+A process that changes them holds the opening lock: the copies are written in the order of the changes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheLockedError, ConfigError
-from cachestream.linux import move, open_private
+from cachestream.linux import open_private
 from cachestream.schema import Split, check_holdout, check_split
-from cachestream.storage.layout import free_bytes, remove_if_there
-from cachestream.storage.locks import lock_file
+from cachestream.storage.layout import free_bytes, replace_file
+from cachestream.storage.locks import locked
 from cachestream.storage.os_errors import translated_disk_errors
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ MIN_LIMIT_BYTES: Final = 1_000_000
 _DEFAULT_MIN_FREE: Final = "1GB"
 _OPEN_TIMEOUT_S: Final = 60.0
 _KEYS: Final = ("cache_id", "size_limit", "min_free", "eviction")
-_OPTIONAL_KEYS: Final = ("holdout",)
 
 logger = logging.getLogger("cachestream")
 
@@ -48,18 +46,12 @@ def parse_limit(size_limit: int | str) -> int:
     return limit_bytes
 
 
-@contextmanager
-def opening_lock(directory: Directory) -> Iterator[None]:
+def opening_lock(directory: Directory) -> AbstractContextManager[None]:
     """Keep other processes from making the catalogue and from changing settings."""
-    lock = lock_file(directory.opening_lock, timeout_s=_OPEN_TIMEOUT_S)
-    if lock is None:
-        raise CacheLockedError(
-            f"{directory.root} is being opened by another process for {_OPEN_TIMEOUT_S:.0f} s"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
+    error = CacheLockedError(
+        f"{directory.root} is being opened by another process for {_OPEN_TIMEOUT_S:.0f} s"
+    )
+    return locked(directory.opening_lock, _OPEN_TIMEOUT_S, error)
 
 
 def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping[str, Any]) -> None:
@@ -68,7 +60,7 @@ def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping
         with catalogue.transaction() as tables:
             for key, value in changes.items():
                 tables.set_meta(key, value)
-            tables.go_on_filling()
+            tables.resume_filling()
         save_copy(directory, catalogue)
 
 
@@ -78,7 +70,7 @@ def compare_copy(directory: Directory, catalogue: Catalogue) -> None:
         return
     with opening_lock(directory):
         saved, stored = _checked_copy(directory), _stored(catalogue)
-        # A share that only one of the two has was given, or forgotten, by a process that was killed then.
+        # A process killed between the two stored or deleted the held-out share in the catalogue alone.
         known = {key: value for key, value in (saved or {}).items() if key in stored}
         wrong = [key for key in known if known[key] != stored[key]]
         if wrong:
@@ -107,7 +99,8 @@ def _stored(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _selected(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: values[key] for key in _KEYS} | {key: values[key] for key in _OPTIONAL_KEYS if key in values}
+    keys = [*_KEYS, "holdout"] if "holdout" in values else _KEYS
+    return {key: values[key] for key in keys}
 
 
 def _checked_copy(directory: Directory) -> dict[str, Any] | None:
@@ -129,16 +122,8 @@ def save_copy(directory: Directory, catalogue: Catalogue) -> None:
     """Copy the settings to the file from which a lost catalogue is restored. Requires the opening lock."""
     settings = _stored(catalogue)
     text = json.dumps({"format": "cachestream", **settings, "xxh3": _checksum(settings)})
-    temporary = f"{directory.settings}.new"
     with translated_disk_errors(directory.settings, "saving the settings"):
-        try:
-            with open(temporary, "w", encoding="utf-8", opener=open_private) as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            move(temporary, directory.settings)
-        finally:
-            remove_if_there(temporary)
+        replace_file(directory.settings, text.encode())
 
 
 # --- the held-out share

@@ -211,11 +211,7 @@ class MappedShard:
 
     def keys(self) -> list[str]:
         """The samples' keys, in order."""
-        text = self.array(KEY_FIELD).tobytes()
-        offsets = self.array(f"{KEY_FIELD}#offsets").tolist()
-        return [
-            text[start:stop].decode("utf-8", "surrogatepass") for start, stop in itertools.pairwise(offsets)
-        ]
+        return [key.decode("utf-8", "surrogatepass") for key in self._raw_keys()]
 
     def key_hashes(self) -> npt.NDArray[np.uint64]:
         """The xxh3 hashes of the samples' keys, uint64 `[num_samples]`.
@@ -223,9 +219,12 @@ class MappedShard:
         Raises CorruptShardError for damaged keys.
         """
         self.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
+        return np.array([xxhash.xxh3_64_intdigest(key) for key in self._raw_keys()], np.uint64)
+
+    def _raw_keys(self) -> Iterator[bytes]:
         text = self.array(KEY_FIELD).tobytes()
-        pairs = itertools.pairwise(self.array(f"{KEY_FIELD}#offsets").tolist())
-        return np.array([xxhash.xxh3_64_intdigest(text[start:stop]) for start, stop in pairs], np.uint64)
+        offsets = self.array(f"{KEY_FIELD}#offsets").tolist()
+        return (text[start:stop] for start, stop in itertools.pairwise(offsets))
 
     def verify(self, *names: str) -> None:
         """Compare the columns `names`, or all, with their checksums.
@@ -345,18 +344,17 @@ class Content:
 
 
 class Contents:
-    """The contents of the shards of one cache, read lazily from their headers. Not thread-safe."""
+    """The contents of the shards of one cache; each header is read once. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[int, Content] = {}
 
     def read(self, root: str, shard_ids: Iterable[int]) -> list[Content]:
         """The contents of `shard_ids`, which must be leased. Raises CorruptShardError and CacheError."""
-        found = {
+        self._known = {
             shard_id: self._known.get(shard_id) or _read_content(root, shard_id) for shard_id in shard_ids
         }
-        self._known = found  # and no others: ids are never reused
-        return list(found.values())
+        return list(self._known.values())
 
     def find(self, root: str, cached: Mapping[int, int], wanted: Iterable[Content]) -> dict[str, int]:
         """Map the hash of each of `wanted` to the id of a shard with this content, if one is `cached`.
@@ -374,9 +372,9 @@ class Contents:
                 break
             try:
                 known = self._known.get(shard_id) or _read_content(root, shard_id)
-                self._known[shard_id] = known
-            except (CorruptShardError, CacheError):
+            except CacheError:
                 continue  # evicted meanwhile, or damaged
+            self._known[shard_id] = known
             if missing.pop(known.hash, None) is not None:
                 found[known.hash] = shard_id
         return found

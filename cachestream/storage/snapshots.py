@@ -36,22 +36,20 @@ _RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 class SnapshotRequest:
     """A snapshot to take: of shards that cover `epoch_size` samples (None: all) of the `split`.
 
-    Of a full cache that is being filled, the `turnover` share is left out, as far as `least` samples remain.
-    `mine` are the paths of the caller's leases, which end with the previous epoch.
+    Of a full cache that is being filled, the `turnover` share is left out, as far as `min_samples` remain.
+    `own_leases` are the paths of the caller's leases, which end with the previous epoch.
     """
 
-    epoch_size: int | None = None
-    turnover: float = 0.0
-    least: int = 0
-    mine: Collection[str] = ()
-    split: Split | None = None
+    epoch_size: int | None
+    turnover: float
+    min_samples: int
+    own_leases: Collection[str]
+    split: Split | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
-    """The cached shards: int64 arrays `[num_shards]` by ascending id. `counts` are samples of the `split`, or
-    all.
-    """
+    """The cached shards, int64 arrays `[num_shards]` by ascending id; `counts` are samples of the `split`."""
 
     ids: IntArray
     counts: IntArray
@@ -89,7 +87,7 @@ def select_shards(
 
 def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lease]:
     """Choose and lease the shards of an epoch, and count them as used."""
-    split, reservations = request.split, cache.admission
+    split, reservations = request.split, cache.reservations
     if split is not None:
         count_held_out(cache, split)
     with reservations.leases.locked():
@@ -97,49 +95,47 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         has_worker = cache.has_worker()
         with cache.catalogue.transaction() as tables:
             is_filling = phase_now(fill_state(tables), has_worker) == "filling"
-            full = _FullCache(reservations.policy(tables), room_in(tables, usage), leased, is_filling)
             cached = _CachedShards.of(tables, split)
             if not len(cached.ids):
                 raise NotEnoughSamplesError(
                     f"the cache at {cache.path} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
                     "and wait for samples with cache.wait(min_samples, timeout_s)"
                 )
-            excluded = _shards_to_leave(tables, full, request)
+            policy, room = reservations.policy(tables), room_in(tables, usage)
+            excluded = _shards_to_leave(tables, request, policy, room, leased, is_filling=is_filling)
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
             if split is not None and not len(chosen):
                 raise NotEnoughSamplesError(
                     f"of the {int(cached.sizes.sum())} samples that the cache at {cache.path} holds none is of the "
                     f"split '{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
                 )
-            schema = _use(tables, cached, chosen)
-        return _leased(cache, cached, chosen, schema, request.epoch_size)
+            schema = _mark_used(tables, cached, chosen)
+        return _leased(cache, cached, chosen, schema)
 
 
 def retake_snapshot(
-    cache: Cache, wanted: tuple[IntArray, IntArray], epoch_size: int | None, split: Split | None
+    cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None
 ) -> tuple[Snapshot, Lease, list[int]]:
-    """Lease those of the shards `wanted` (ids, counts) that still exist; also return the other ids."""
+    """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
     if split is not None:
         count_held_out(cache, split)
-    order = np.argsort(wanted[0], kind="stable")
-    ids, counts = wanted[0][order], wanted[1][order]
-    with cache.admission.leases.locked():
+    expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
+    with cache.reservations.leases.locked():
         with cache.catalogue.transaction() as tables:
             cached = _CachedShards.of(tables, split)
-            place = np.minimum(np.searchsorted(ids, cached.ids), max(0, len(ids) - 1))
-            same = (ids[place] == cached.ids) & (counts[place] == cached.counts) if len(ids) else []
-            chosen = np.flatnonzero(same)
+            pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
+            chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
             if not len(chosen):
                 raise NotEnoughSamplesError(
-                    f"none of the {len(ids)} shards of this epoch is cached in {cache.path} any more; begin a new "
-                    "epoch"
+                    f"none of the {len(expected)} shards of this epoch is cached in {cache.path} any more; "
+                    "begin a new epoch"
                 )
-            schema = _use(tables, cached, chosen)
-        snapshot, lease = _leased(cache, cached, chosen, schema, epoch_size)
-    return snapshot, lease, np.setdiff1d(ids, cached.ids[chosen]).tolist()
+            schema = _mark_used(tables, cached, chosen)
+        snapshot, lease = _leased(cache, cached, chosen, schema)
+    return snapshot, lease, np.setdiff1d(shard_ids, cached.ids[chosen]).tolist()
 
 
-def _use(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
+def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
     """Count the `chosen` shards as used, and return the schema of their samples, with the cache's dtypes."""
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, chosen))  # held-out samples are not trained on
@@ -148,37 +144,31 @@ def _use(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
     return merged.with_dtypes((tables.schema or merged).dtypes)
 
 
-def _leased(
-    cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema, epoch_size: int | None
-) -> tuple[Snapshot, Lease]:
-    lease = cache.admission.leases.create(ranges_of(cached.ids, chosen))
+def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
+    """Lease the `chosen` shards. Requires the lock of the leases."""
+    lease = cache.reservations.leases.create(ranges_of(cached.ids, chosen))
     ids, counts = cached.ids[chosen], cached.counts[chosen]
     sizes = None if cached.split is None else cached.sizes[chosen]
-    snapshot = Snapshot(
-        cache.cache_id, cache.path, lease.path, schema, ids, counts, epoch_size, cached.split, sizes
-    )
-    return snapshot, lease
+    return Snapshot(cache.cache_id, cache.path, lease.path, schema, ids, counts, cached.split, sizes), lease
 
 
 # --- turnover
 
 
-@dataclass(frozen=True, slots=True)
-class _FullCache:
-    """The state that the shards to leave out depend on; `is_filling` while a worker fills the cache."""
-
-    policy: EvictionPolicy
-    room: Room
-    leased: LeasedShards
-    is_filling: bool
-
-
-def _shards_to_leave(tables: Tables, full: _FullCache, request: SnapshotRequest) -> IntArray:
+def _shards_to_leave(
+    tables: Tables,
+    request: SnapshotRequest,
+    policy: EvictionPolicy,
+    room: Room,
+    leased: LeasedShards,
+    *,
+    is_filling: bool,
+) -> IntArray:
     """The ids of the shards that the next epoch leaves out.
 
     They are the surplus over a limit that was lowered, which otherwise each epoch would hold again, and the
-    `turnover` share of a full cache while filling goes on. Fewer of both where the epoch would have less than
-    `least` samples.
+    `turnover` share of a full cache while a worker fills it, unless the samples are held out of training.
+    Fewer of both are left out where the epoch would have less than `min_samples`.
 
     Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
     several trainers have to leave out the same ones. The caller's leases end with the previous epoch and do
@@ -187,16 +177,16 @@ def _shards_to_leave(tables: Tables, full: _FullCache, request: SnapshotRequest)
     If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
     previous epoch left out. Those come first, so their bytes are added to the share.
     """
-    policy, room = full.policy, full.room
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
     limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
-    turns_over = request.turnover and policy != "none" and full.is_filling
+    is_trained_on = request.split is None or not request.split.held_out
+    turns_over = request.turnover and is_trained_on and policy != "none" and is_filling
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
     ids, sizes, uses, counts = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
-    is_free = full.leased.holders(ids) == 0
-    order = np.argsort(np.where(is_free, -1, full.leased.holders(ids, request.mine)), kind="stable")
+    is_free = leased.holders(ids) == 0
+    order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
     ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
     leave_bytes = surplus_bytes
     if turns_over:
@@ -208,7 +198,7 @@ def _shards_to_leave(tables: Tables, full: _FullCache, request: SnapshotRequest)
             replaced_bytes = sum(tables.reserved_bytes())
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
             leave_bytes += max(0, min(left_bytes, share_bytes - replaced_bytes))
-    return leave_out(ids, sizes, uses, counts, leave_bytes, request.least)
+    return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples)
 
 
 def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:
@@ -302,7 +292,7 @@ class _Reusable:
 
 
 class StandingSnapshots:
-    """The snapshots of one reader. Used by one thread.
+    """The snapshots of one reader: the last one is reused while nothing changes. Used by one thread.
 
     Epochs of a few milliseconds are shorter than the time to make a lease, which is a file, a lock, and a
     transaction that waits for the disk. A snapshot is therefore reused for ten seconds while no worker runs
@@ -320,27 +310,27 @@ class StandingSnapshots:
         self._last: _Reusable | None = None
         self._recent_leases: list[str] = []  # paths of the leases of the last epochs
 
-    def take(self, epoch_size: int | None, turnover: float, least: int = 0) -> tuple[Snapshot, Lease]:
+    def take(self, epoch_size: int | None, turnover: float, min_samples: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
         if epoch_size is not None or self._cache.has_worker():
             self.settle()
-            return self._take(epoch_size, turnover, least)
+            return self._take(epoch_size, turnover, min_samples)
         again = self._reuse()
         if again is not None:
             return again
         self.settle()
         self._enforce_limit()  # the shards of the epoch before last may be evicted now
         before = self._cache.catalogue.revision()
-        snapshot, lease = self._take(None, turnover, least)
+        snapshot, lease = self._take(None, turnover, min_samples)
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
             self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
         return snapshot, lease
 
-    def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
+    def _take(self, epoch_size: int | None, turnover: float, min_samples: int) -> tuple[Snapshot, Lease]:
         snapshot, lease = self._cache.take_snapshot(
-            epoch_size, turnover, least, self._recent_leases, self._split
+            epoch_size, turnover, min_samples, self._recent_leases, self._split
         )
         self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
         return snapshot, lease

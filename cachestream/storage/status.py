@@ -1,9 +1,10 @@
-"""The status of a cache at one moment, as frozen values and as JSON, and the warnings based on it."""
+"""The status of a cache at one moment, the wait for samples, and the warnings based on the status."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -17,18 +18,14 @@ from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
-from cachestream.storage.telemetry import Board, Run, Totals, lasting_run
+from cachestream.storage.telemetry import Board, Run, Totals, unfinished_run
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
-    from cachestream.storage.catalogue import Catalogue
-    from cachestream.storage.eviction import EvictionPolicy
-    from cachestream.storage.filling import Filling, FillState
+    from cachestream.storage.filling import FillState
     from cachestream.storage.layout import Directory
-    from cachestream.storage.leases import Leases
     from cachestream.storage.tables import FailureRow
 
-_MUCH_SKIPPED: Final = 0.01  # of all samples
 _POLL_S: Final = 0.02
 
 logger = logging.getLogger("cachestream")
@@ -165,10 +162,10 @@ def lost_worker(directory: Directory) -> Run | None:
     None if one runs, or if the last one ended in order.
     """
     path = directory.worker_file("board")
-    run = lasting_run(path)
+    run = unfinished_run(path)
     if run is None or has_worker(directory):
         return None
-    return run if lasting_run(path) == run else None  # or it has just ended, or another has begun
+    return run if unfinished_run(path) == run else None  # or it has just ended, or another has begun
 
 
 def forget_lost_worker(directory: Directory) -> None:
@@ -188,13 +185,13 @@ def describe_loss(lost: Run | None, then: str = "") -> str:
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
 
 
-def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
+def read_filling(cache: Cache) -> tuple[str, FillState]:
     """The phase of the filling now, as `phase_now`, and the recorded state behind it."""
-    fill = filling.state()
-    phase = phase_now(fill, has_worker(directory))
+    fill = cache.filling.state()
+    phase = phase_now(fill, cache.has_worker())
     if phase != fill.phase:  # the worker may have recorded its end meanwhile
-        fill = filling.state()
-        phase = phase_now(fill, has_worker(directory))
+        fill = cache.filling.state()
+        phase = phase_now(fill, cache.has_worker())
     return phase, fill
 
 
@@ -239,14 +236,11 @@ def hindrance(directory: Directory, fill: FillState) -> str:
     )
 
 
-def wait_for_samples(directory: Directory, filling: Filling, count: int, timeout_s: float | None) -> int:
-    """Wait until `count` samples are cached, and return the number of cached samples.
-
-    Raises NotEnoughSamplesError as `Cache.wait`.
-    """
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+def wait_for_samples(cache: Cache, count: int, timeout_s: float | None) -> int:
+    """Wait as `Cache.wait` until `count` samples are cached, and return the number of cached samples."""
+    deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        state, fill = read_filling(directory, filling)
+        state, fill = read_filling(cache)
         if fill.num_samples >= count:
             return fill.num_samples
         hint = ""
@@ -255,51 +249,49 @@ def wait_for_samples(directory: Directory, filling: Filling, count: int, timeout
             hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
         elif state in ("complete", "failed"):
             why = f"the filling is {state}"
-        elif deadline_s is not None and time.monotonic() >= deadline_s:
+        elif time.monotonic() >= deadline_s:
             why = f"after {timeout_s:g} s the filling is '{state}'"
         else:
             time.sleep(_POLL_S)  # SQLite cannot notify
             continue
-        hint = hint or fill.message or hindrance(directory, fill) or describe_skipped(fill.failures)
+        hint = hint or fill.message or hindrance(cache.directory, fill) or describe_skipped(fill.failures)
         raise NotEnoughSamplesError(
-            f"{directory.root} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
+            f"{cache.path} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
             + (hint or "see 'cachestream status CACHE', or ask for fewer samples")
         )
 
 
-def occupied_bytes(directory: Directory, catalogue: Catalogue) -> int:
+def occupied_bytes(cache: Cache) -> int:
     """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
-    with catalogue.reading() as tables:
-        shard_bytes, in_work = tables.totals()[2], [row.id for row in tables.reservations()]
-    paths = [
-        path
-        for shard_id in in_work
-        for path in (directory.temporary_shard(shard_id), shard_path(directory.root, shard_id))
-    ]
-    return shard_bytes + sum(map(size_of_file, paths)) + overhead_bytes(directory)
+    directory = cache.directory
+    with cache.catalogue.reading() as tables:
+        shard_bytes, reserved = tables.totals()[2], [row.id for row in tables.reservations()]
+    unfinished_bytes = sum(
+        size_of_file(directory.temporary_shard(key)) + size_of_file(shard_path(directory.root, key))
+        for key in reserved
+    )
+    return shard_bytes + unfinished_bytes + overhead_bytes(directory)
 
 
-def read_status(
-    directory: Directory, catalogue: Catalogue, leases: Leases, policy: EvictionPolicy | None
-) -> CacheStatus:
-    """The complete status; `policy` is the eviction function of this process, if any."""
-    leased = leases.live()
-    with catalogue.reading() as tables:
+def read_status(cache: Cache) -> CacheStatus:
+    """The complete status of a cache."""
+    directory, leased = cache.directory, cache.reservations.leases.live()
+    with cache.catalogue.reading() as tables:
         fill, meta = fill_state(tables), tables.all_meta()
+        policy = cache.reservations.policy(tables)
         leased_bytes = tables.bytes_within(leased.merged())
         reserved_bytes = sum(tables.reserved_bytes())
         held_out_samples = tables.held_out()[0]
     state, schema = phase_now(fill, has_worker(directory)), fill.schema
     current = fill.last_pass
-    told = "" if state == "stopped" else fill.message
     is_listing = bool(meta.get("listing", 0)) and state != "none"
     return CacheStatus(
         path=directory.root,
         cache_id=meta["cache_id"],
-        size_bytes=occupied_bytes(directory, catalogue),
+        size_bytes=occupied_bytes(cache),
         size_limit=fill.size_limit,
         min_free=fill.min_free,
-        eviction=getattr(policy, "__name__", "function") if callable(policy) else meta["eviction"],
+        eviction=getattr(policy, "__name__", "function") if callable(policy) else policy,
         num_shards=fill.num_shards,
         num_samples=fill.num_samples,
         leases=len(leased.ranges),
@@ -314,8 +306,10 @@ def read_status(
         source=fill.source,
         num_units=None if current is None else current.length,
         fill_state=state,
-        fill_message=describe_loss(lost_worker(directory)) or told or all_dropped(directory, fill),
-        # Old passes are deleted, ids go on; those of a refetch, below 0, come before the first.
+        fill_message=describe_loss(lost_worker(directory))
+        or (fill.message if state != "stopped" else "")
+        or all_dropped(directory, fill),
+        # Ids of deleted passes are not used again; those of refetched shards are below 0.
         pass_number=0 if current is None else max(1, current.id),
         pass_done=None if is_listing or current is None else _share_done(fill.positions_done, current.length),
         is_listing=is_listing,
@@ -359,8 +353,8 @@ _warned: set[str] = set()
 
 
 def is_much(skipped: int, used: int) -> bool:
-    """Return whether `skipped` samples, compared with `used` ones, deserve a warning."""
-    return skipped > _MUCH_SKIPPED * (skipped + used)
+    """Return whether more than 1 % of the samples were `skipped`, the others being `used`."""
+    return skipped > 0.01 * (skipped + used)
 
 
 def warn_of_skipped(cache: Cache) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -16,214 +15,68 @@ import numpy as np
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span
 from cachestream.storage.eviction import ORDERS
+from cachestream.storage.progress import ProgressTables, Statements
+from cachestream.storage.sql_schema import SPLIT_STATEMENTS
 
-APPLICATION_ID: Final = 0x43535452  # "CSTR"
-SCHEMA_VERSION: Final = 1
 _SHARD_COLUMNS: Final = "id, size_bytes, num_samples, uses, last_used"  # the fields of ShardRow
 _MAX_REASONS: Final = 200
 _MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 _SCHEMAS_BETWEEN_CLEARING: Final = 64
 _MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
 
-STATEMENTS: Final = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
-    "CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE)",
-    """CREATE TABLE passes (
-        id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
-        evicted_before INTEGER NOT NULL)""",
-    """CREATE TABLE claims (
-        id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL,
-        offset INTEGER NOT NULL, stop INTEGER NOT NULL, owner TEXT NOT NULL)""",
-    """CREATE TABLE shards (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-        uses INTEGER NOT NULL, last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL,
-        pass_id INTEGER NOT NULL, spans BLOB NOT NULL)""",
-    """CREATE TABLE reservations (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL)""",
-    """CREATE TABLE suspects (
-        pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
-        PRIMARY KEY (pass_id, position)) WITHOUT ROWID""",
-    """CREATE TABLE failures (
-        kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
-        PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
-    # The sums over all shards, kept by triggers: every reservation reads them.
-    "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
-    "INSERT INTO totals VALUES (0, 0, 0)",
-    """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
-        UPDATE totals SET shards = shards + 1, samples = samples + NEW.num_samples,
-            size_bytes = size_bytes + NEW.size_bytes; END""",
-    """CREATE TRIGGER shard_goes AFTER DELETE ON shards BEGIN
-        UPDATE totals SET shards = shards - 1, samples = samples - OLD.num_samples,
-            size_bytes = size_bytes - OLD.size_bytes; END""",
-    """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
-        UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
-)
-
-# In a cache with a held-out split: a shard's number of held-out samples, and the `part` of its spans that it
-# holds (WHOLE, TRAIN, HELD_OUT). A shard without a row is whole, and not counted yet.
-SPLIT_STATEMENTS: Final = (
-    """CREATE TABLE IF NOT EXISTS splits (
-        id INTEGER PRIMARY KEY, held_out INTEGER NOT NULL, part INTEGER NOT NULL)""",
-    """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
-        DELETE FROM splits WHERE id = OLD.id; END""",
-)
-
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A run of positions of a pass that one sampling process works on; progress moves its start."""
+class Reservation:
+    """Bytes promised to a shard being written, or held by an evicted shard until its file is unlinked."""
 
     id: int
-    pass_id: int
-    position: int
-    offset: int
-    stop: int
+    size_bytes: int
+    owner: str
+    doomed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class PassRow:
-    """One pass over the remote.
+class FailureRow:
+    """Samples skipped for one reason; `example` is the first of them."""
 
-    `plan` (JSON) gives the order of units; positions below `next_position` are claimed. `evicted_before` is
-    the number of shards that were ever evicted when the pass began.
-    """
-
-    id: int
-    plan: str
-    length: int | None
-    next_position: int
-    evicted_before: int
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A position that was being read when its process died, and the weight of those deaths."""
-
-    position: int
-    deaths: int
+    kind: str
     reason: str
+    count: int
+    example: str
 
 
-class MetaTable:
+def _storable(value: Any) -> Any:
+    """The value as SQLite takes it: bytes for text with a path that is not UTF-8. `_restored` undoes it."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogatepass")
+    return value
+
+
+def _restored(value: Any) -> Any:
+    return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
+
+
+def _clipped(text: str) -> str:
+    """The part of a message that is kept; bytes that are not UTF-8 are replaced."""
+    return text[:_MAX_CHARS].encode("utf-8", "replace").decode()
+
+
+class MetaTable(Statements):
     """The settings and counters, within one transaction."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self.execute = connection.execute
-        self.executemany = connection.executemany
 
     def meta(self, key: str, default: Any = None) -> Any:
         row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else _restored(row[0])
 
     def set_meta(self, key: str, value: Any) -> None:
-        stored = _storable(value) if isinstance(value, str) else value
-        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, stored))
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _storable(value)))
 
     def all_meta(self) -> dict[str, Any]:
         rows = self.execute("SELECT key, value FROM meta").fetchall()
         return {key: _restored(value) for key, value in rows}
-
-
-class ProgressTables(MetaTable):
-    """The passes, claims and suspects, within one transaction."""
-
-    def passes(self) -> list[PassRow]:
-        rows = self.execute("SELECT id, plan, length, next_position, evicted_before FROM passes ORDER BY id")
-        return [PassRow(*row) for row in rows]
-
-    def insert_pass(self, plan: str, length: int | None, evicted_before: int) -> int:
-        # The id is above 0 even if all known passes are earlier ones, with ids below 0.
-        cursor = self.execute(
-            "INSERT INTO passes SELECT max(0, coalesce(max(id), 0)) + 1, ?, ?, 0, ? FROM passes",
-            (plan, length, evicted_before),
-        )
-        return int(cursor.lastrowid or 0)
-
-    def earlier_pass(self, plan: str, length: int | None) -> int:
-        """Return the id of the pass with this plan. An unknown one is inserted before all others."""
-        known = self.pass_id(plan)
-        if known is not None:
-            return known
-        # Below 0, because 0 means no pass. The pass with the highest id stays the current one.
-        earliest = min([0, *(row.id for row in self.passes())]) - 1
-        self.execute("INSERT INTO passes VALUES (?, ?, ?, 0, -1)", (earliest, plan, length))
-        return earliest
-
-    def pass_id(self, plan: str) -> int | None:
-        row = self.execute("SELECT id FROM passes WHERE plan = ?", (plan,)).fetchone()
-        return None if row is None else int(row[0])
-
-    def forget_old_passes(self) -> None:
-        """Delete the passes without a cached shard, except the last."""
-        self.execute(
-            "DELETE FROM passes WHERE id NOT IN (SELECT DISTINCT pass_id FROM shards) "
-            "AND id < (SELECT max(id) FROM passes)"
-        )
-
-    def advance_pass(self, pass_id: int, next_position: int) -> None:
-        self.execute("UPDATE passes SET next_position = ? WHERE id = ?", (next_position, pass_id))
-
-    def extend_pass(self, pass_id: int, plan: str, length: int | None) -> None:
-        """Replace the plan of a pass that has grown.
-
-        A pass with the same plan that was rebuilt from shards is the same pass: the two are merged.
-        """
-        same = self.pass_id(plan)
-        if same not in (None, pass_id):
-            self.execute("UPDATE shards SET pass_id = ? WHERE pass_id = ?", (pass_id, same))
-            self.execute("DELETE FROM passes WHERE id = ?", (same,))
-        self.execute("UPDATE passes SET plan = ?, length = ? WHERE id = ?", (plan, length, pass_id))
-
-    def claims(self, pass_id: int) -> list[tuple[Claim, str]]:
-        rows = self.execute(
-            "SELECT id, pass_id, position, offset, stop, owner FROM claims WHERE pass_id = ? "
-            "ORDER BY position",
-            (pass_id,),
-        ).fetchall()
-        return [(Claim(*row[:5]), row[5]) for row in rows]
-
-    def positions_done(self, row: PassRow) -> int:
-        """The number of positions that are claimed and no longer part of a claim."""
-        return row.next_position - sum(claim.stop - claim.position for claim, _ in self.claims(row.id))
-
-    def insert_claim(self, pass_id: int, position: int, stop: int, owner: str) -> Claim:
-        cursor = self.execute(
-            "INSERT INTO claims (pass_id, position, offset, stop, owner) VALUES (?, ?, 0, ?, ?)",
-            (pass_id, position, stop, owner),
-        )
-        return Claim(int(cursor.lastrowid or 0), pass_id, position, 0, stop)
-
-    def take_claim(self, claim_id: int, owner: str) -> None:
-        self.execute("UPDATE claims SET owner = ? WHERE id = ?", (owner, claim_id))
-
-    def move_claim(self, claim_id: int, position: int, offset: int) -> None:
-        """Record that the work up to (`position`, `offset`) is done. A finished claim is deleted."""
-        self.execute("UPDATE claims SET position = ?, offset = ? WHERE id = ?", (position, offset, claim_id))
-        self.execute("DELETE FROM claims WHERE id = ? AND position >= stop", (claim_id,))
-
-    def split_claim(self, claim_id: int, position: int, offset: int, owner: str) -> int:
-        """Give the current `position` of a claim, done up to `offset`, a claim of its own; return its id."""
-        ((pass_id,),) = self.execute("SELECT pass_id FROM claims WHERE id = ?", (claim_id,)).fetchall()
-        own = self.insert_claim(pass_id, position, position + 1, owner)
-        self.move_claim(own.id, position, offset)
-        self.move_claim(claim_id, position + 1, 0)
-        return own.id
-
-    def suspects(self, pass_id: int) -> list[Suspect]:
-        rows = self.execute("SELECT position, deaths, reason FROM suspects WHERE pass_id = ?", (pass_id,))
-        return [Suspect(*row) for row in rows]
-
-    def add_suspect(self, pass_id: int, position: int, deaths: int, reason: str) -> None:
-        self.execute(
-            "INSERT INTO suspects VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
-            "SET deaths = deaths + excluded.deaths, reason = excluded.reason",
-            (pass_id, position, deaths, reason),
-        )
-
-    def clear_suspects(self, pass_id: int, positions: Iterable[int]) -> None:
-        self.executemany(
-            "DELETE FROM suspects WHERE pass_id = ? AND position = ?", [(pass_id, p) for p in positions]
-        )
 
 
 class SplitTables(MetaTable):
@@ -300,45 +153,6 @@ class SplitTables(MetaTable):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Bytes promised to a shard being written, or held by an evicted shard until its file is unlinked."""
-
-    id: int
-    size_bytes: int
-    owner: str
-    doomed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FailureRow:
-    """Samples skipped for one reason; `example` is the first of them."""
-
-    kind: str
-    reason: str
-    count: int
-    example: str
-
-
-def _storable(text: str) -> str | bytes:
-    """Return `text` as SQLite takes it: as bytes where it contains a path that is not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
-    return text
-
-
-def _clipped_text(words: str) -> str:
-    """Return the text to keep of a message for people; bytes that are not UTF-8 are replaced."""
-    return words[:_MAX_CHARS].encode("utf-8", "replace").decode()
-
-
-def _restored(value: Any) -> Any:
-    """Undo `_storable`."""
-    return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
-
-
 class Tables(ProgressTables, SplitTables):
     """The statements of one transaction. Valid only inside the `with` block that yielded it."""
 
@@ -350,7 +164,7 @@ class Tables(ProgressTables, SplitTables):
         self.set_meta(key, value)
         return value
 
-    def go_on_filling(self) -> None:
+    def resume_filling(self) -> None:
         """Set the state "full" back to "filling": space has been made."""
         self.execute("UPDATE meta SET value = 'filling' WHERE key = 'fill_state' AND value = 'full'")
 
@@ -373,7 +187,7 @@ class Tables(ProgressTables, SplitTables):
         ranges = [] if excluded is None else excluded[:_MAX_RANGES].tolist()
         where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
         cursor = self.execute(
-            f"SELECT {_SHARD_COLUMNS} FROM shards WHERE {where} ORDER BY {_sort_keys(policy)}",
+            f"SELECT {_SHARD_COLUMNS} FROM shards WHERE {where} ORDER BY {ORDERS[policy]}",
             list(chain.from_iterable(ranges)),
         )
         try:
@@ -384,7 +198,7 @@ class Tables(ProgressTables, SplitTables):
 
     def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
         """Columns of all shards as int64 arrays `[n]`, in the order of an eviction policy."""
-        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {_sort_keys(policy)}")
+        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {ORDERS[policy]}")
         table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
         return list(np.ascontiguousarray(table.T))
 
@@ -453,12 +267,13 @@ class Tables(ProgressTables, SplitTables):
 
     def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
         """Record the schemas of the first samples that `owner` has read; return those of all others."""
-        noted = self.votes() | {owner: list(votes)}
+        others = {name: given for name, given in self.votes().items() if name != owner}
         texts = {
-            name: [[schema.to_json(), count] for schema, count in given] for name, given in noted.items()
+            name: [[schema.to_json(), count] for schema, count in given]
+            for name, given in {**others, owner: votes}.items()
         }
         self.set_meta("votes", json.dumps(texts))
-        return [vote for name, given in noted.items() if name != owner for vote in given]
+        return list(chain.from_iterable(others.values()))
 
     def votes(self) -> dict[str, list[tuple[Schema, int]]]:
         """The schemas of the first samples that each owner has read, with counts."""
@@ -543,7 +358,7 @@ class Tables(ProgressTables, SplitTables):
 
     def add_failure(self, kind: str, reason: str, count: int, example: str) -> None:
         """Count skipped samples. Past a maximum of distinct reasons, they count as "other reasons"."""
-        reason, example = _clipped_text(reason), _clipped_text(example)
+        reason, example = _clipped(reason), _clipped(example)
         known = self.execute(
             "SELECT 1 FROM failures WHERE kind = ? AND reason = ?", (kind, reason)
         ).fetchone()
@@ -565,11 +380,6 @@ class Tables(ProgressTables, SplitTables):
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
         return [FailureRow(*row) for row in rows]
-
-
-def _sort_keys(policy: str) -> str:
-    """The SQL of the order in which a policy evicts; that of the ids for "none"."""
-    return ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy]) or "id"
 
 
 def pack_spans(spans: Sequence[Span]) -> bytes:

@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.linux import move, open_private
-from cachestream.storage.layout import remove_if_there
+from cachestream.linux import open_private
+from cachestream.storage.layout import replace_file
 from cachestream.storage.os_errors import translated_disk_errors
 
-FLIGHTS: Final = 64
+FLIGHTS: Final = 64  # units that one process reads at once, at most
 PROCESSES_AT_MOST: Final = 128
 
 # State of a sampling process.
@@ -72,9 +72,7 @@ Slot = Any  # a numpy record of _SLOT, living in the map
 
 
 def board_text(words: str) -> bytes:
-    """Encode `words` for a slot, which truncates them. Characters that are not UTF-8, as in paths, become
-    "?".
-    """
+    """Encode `words` for a slot, which truncates them; what is not UTF-8, as in paths, becomes "?"."""
     return words.encode("utf-8", "replace")
 
 
@@ -103,8 +101,8 @@ class Run(NamedTuple):
     started_s: float
 
 
-def lasting_run(path: str) -> Run | None:
-    """The supervisor named on the board at `path`, which runs or was killed; None if it ended in order."""
+def unfinished_run(path: str) -> Run | None:
+    """The run on the board at `path`, if its supervisor runs or was killed; None if it ended in order."""
     try:
         with open(path, "rb") as file:
             head = np.frombuffer(file.read(_HEAD.itemsize), _HEAD)[0]
@@ -116,7 +114,7 @@ def lasting_run(path: str) -> Run | None:
 
 
 class Board:
-    """The board in the file `path`, created on first use."""
+    """The live counters of a worker, in the file `path`: a slot for each process, after a head."""
 
     def __init__(self, path: str) -> None:
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
@@ -236,14 +234,8 @@ class History:
         self._first_s = self._first_s or now_s
 
     def _keep(self, rows: npt.NDArray[Any]) -> None:
-        temporary = self._path + ".new"
-        with translated_disk_errors(temporary):
-            try:
-                with open(temporary, "wb", opener=open_private) as file:
-                    file.write(rows.tobytes())
-                move(temporary, self._path)
-            finally:
-                remove_if_there(temporary)
+        with translated_disk_errors(self._path):
+            replace_file(self._path, rows.tobytes())
         self._rows = len(rows)
         if len(rows):
             self._first_s, self._last_s = float(rows["time_s"][0]), float(rows["time_s"][-1])

@@ -160,7 +160,7 @@ class _Restorer:
         self._cache = cache
         self._fingerprint = source.fingerprint
         self._owner = Owner(cache.directory, f"refetch-{secrets.token_hex(6)}")
-        self._publisher = Publisher(cache.directory, cache.catalogue, cache.admission, self._owner.name)
+        self._publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, self._owner.name)
         self._leases: list[Lease] = []
         self._ids: list[int] = []
         self._passes: dict[str, int] = {}
@@ -224,7 +224,7 @@ class _Restorer:
         spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
         shard_ids = self._publisher.publish([made], spans, UnitProgress(pass_id), spare_unused=False)
         if shard_ids is None:
-            shortage = self._cache.admission.shortage(made.data_bytes)
+            shortage = self._cache.reservations.shortage(made.data_bytes)
             raise CacheFullError(
                 f"no space in {self._cache.path} for another shard that the epochs need: {shortage}"
             )
@@ -233,7 +233,7 @@ class _Restorer:
     def _hold(self, shard_ids: list[int]) -> None:
         self._ids = sorted([*self._ids, *shard_ids])
         ranges = np.repeat(np.array(self._ids, np.int64)[:, None], 2, axis=1)
-        held = self._cache.admission.hold(ranges)
+        held = self._cache.reservations.hold(ranges)
         for lease in self._leases:
             lease.release()
         self._leases = [held]

@@ -14,7 +14,7 @@ import xxhash
 from cachestream.listing.names import Names
 from cachestream.schema import IntArray, Span
 from cachestream.sources.base import has_units, names_of
-from cachestream.storage.tables import PassRow
+from cachestream.storage.progress import PassRow
 from cachestream.worker.job import Payload
 from cachestream.worker.lister import Listings, lists_units_of
 from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, order_file

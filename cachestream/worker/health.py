@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.config import NO_THREADS
 from cachestream.linux import is_stopped
-from cachestream.storage.tables import Suspect
+from cachestream.storage.progress import Suspect
 from cachestream.storage.telemetry import ENDED, STARTING, Board
 from cachestream.worker.fork_server import ChildProcess, ForkServer
 from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, EXIT_RESTART

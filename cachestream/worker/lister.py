@@ -171,11 +171,11 @@ class Store:
         return self.writer.mark.is_complete
 
     def add(self, names: Sequence[str], *, is_complete: bool) -> None:
-        admission = self.cache.admission
+        reservations = self.cache.reservations
         name_bytes = sum(map(len, map(os.fsencode, names)))
-        need_bytes = sum(map(admission.footprint, (name_bytes, 8 * (len(names) + 1), 4096)))
+        need_bytes = sum(map(reservations.footprint, (name_bytes, 8 * (len(names) + 1), 4096)))
         while (
-            reserved := admission.reserve(
+            reserved := reservations.reserve(
                 need_bytes, self.owner, may_evict=self.may_evict, spare_unused=False
             )
         ) is None:
@@ -186,7 +186,7 @@ class Store:
                 self.writer.add(names, is_complete=is_complete)
             self.last = names[-1] if names else self.last
         finally:
-            admission.cancel(reserved, self.owner)
+            reservations.cancel(reserved, self.owner)
 
 
 def list_all(source: IncrementalSource, cache: Cache) -> Source:

@@ -22,8 +22,8 @@ from cachestream.schema import WHOLE, IntArray
 from cachestream.storage.filling import Assignment, Filling, FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.progress import PassRow
 from cachestream.storage.reservations import Owner, disk_footprint
-from cachestream.storage.tables import PassRow
 from cachestream.worker.job import Job, unpack_sampler
 from cachestream.worker.lister import Listings
 from cachestream.worker.order import PassPlan, all_units, check_drawn, draw_curriculum, order_file
@@ -203,10 +203,10 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
     owner = Owner(cache.directory, f"order-{secrets.token_hex(6)}")
     try:
         size_bytes = disk_footprint(drawn.nbytes + 4096)
-        reserved = cache.admission.reserve(size_bytes, owner.name, spare_unused=False)
+        reserved = cache.reservations.reserve(size_bytes, owner.name, spare_unused=False)
         if reserved is None:
             raise CacheFullError(
-                f"no space for the order of {len(drawn)} units: {cache.admission.shortage(size_bytes)}"
+                f"no space for the order of {len(drawn)} units: {cache.reservations.shortage(size_bytes)}"
             )
         try:
             with (
@@ -218,7 +218,7 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
                 os.fsync(file.fileno())
             move(path + ".new", path)
         finally:
-            cache.admission.cancel(reserved, owner.name)
+            cache.reservations.cancel(reserved, owner.name)
     finally:
         owner.release()
 

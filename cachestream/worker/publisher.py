@@ -14,11 +14,12 @@ from cachestream.config import format_size
 from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
 from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
+from cachestream.storage.progress import PassRow
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import disk_footprint
 from cachestream.storage.settings import MIN_LIMIT_BYTES
 from cachestream.storage.shard import ShardContent
-from cachestream.storage.tables import FailureRow, PassRow
+from cachestream.storage.tables import FailureRow
 from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.encode import Table
@@ -183,7 +184,7 @@ class Outbox:
 
     def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self.publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner)
+        self.publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner)
         self._thread = ThreadPoolExecutor(1, "publish")
         self._sent: Future[None] | None = None
         self._spare = Packer(), Packer()  # of the shard before the one that is being published

@@ -24,9 +24,9 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.filling import Assignment
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
+from cachestream.storage.progress import Suspect
 from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.reservations import Owner
-from cachestream.storage.tables import Suspect
 from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, Board, Slot, board_text
 from cachestream.worker.cached_units import KnownOrders
 from cachestream.worker.fetcher import Delivery, Fetcher, ReadTuner

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.config import with_generator
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.schema import HELD_OUT, WHOLE, Schema
+from cachestream.storage.progress import PassRow
 from cachestream.storage.settings import held_out_share
-from cachestream.storage.tables import PassRow
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import bounds
 from cachestream.worker.encode import SampleChunk, Table, runs, to_record

@@ -302,7 +302,7 @@ class Supervisor:
         # Files outside the cache take the space, and may be removed at any time.
         is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
         has_room = state.phase != self._record.state  # the process that made room recorded another state
-        is_used = evicts and self._cache.admission.leases.count() > 0
+        is_used = evicts and self._cache.reservations.leases.count() > 0
         if is_short or has_room or is_used:
             self._room_expected_s = now_s
         if now_s - self._room_expected_s > _FULL_AFTER_S:
@@ -312,7 +312,7 @@ class Supervisor:
     def _housekeep(self, now_s: float) -> None:
         if now_s >= self._books_at_s:
             self._books_at_s = now_s + _BOOKS_S
-            if (problem := self._cache.check_books()) is not None:
+            if (problem := self._cache.check_sizes()) is not None:
                 logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
         state = self._cache.filling.state()

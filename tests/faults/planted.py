@@ -47,7 +47,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a shard and the progress of its units are one transaction",
-        r"(?P<rows>tables\.add\(\"written_bytes\".*\n) {16}_commit\(tables, progress\)",
+        r"(?P<rows>tables\.add\(\"written_samples\".*\n) {16}_commit\(tables, progress\)",
         r"\g<rows>            with self._transaction() as tables:\n                _commit(tables, progress)",
         "tests/storage/test_crash_points.py::test_publishing",
     ),

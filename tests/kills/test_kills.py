@@ -183,7 +183,7 @@ def check(scene: Scene, scan: Numbers, rng: random.Random) -> None:
 
 def hold_to_the_limit(cache: Cache, scan: Numbers) -> None:
     """A limit that was lowered holds from when leases and reservations of before have come down to it."""
-    usage = cache.admission.measure()
+    usage = cache.reservations.measure()
     with cache.catalogue.transaction() as tables:
         if room_in(tables, usage).free_bytes >= 0:
             scan["limit"] = cache.size_limit

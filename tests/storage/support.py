@@ -78,7 +78,7 @@ def publish(
     held = None if owner else Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     name = owner or (held.name if held else "")
     try:
-        publisher = Publisher(cache.directory, cache.catalogue, cache.admission, name)
+        publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, name)
         shard_ids = publisher.publish([shard], spans, progress or UnitProgress(0), may_evict=may_evict)
         return None if shard_ids is None else shard_ids[0]
     finally:

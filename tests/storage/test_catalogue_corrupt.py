@@ -24,7 +24,7 @@ UNITS = 24
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small cache that a real worker has filled, with its data beside it."""
-    folder = tmp_path_factory.mktemp("books")
+    folder = tmp_path_factory.mktemp("corrupt")
     (folder / "data").mkdir()
     for number in range(UNITS):
         np.save(folder / "data" / f"{number:02d}.npy", np.full(256, number, np.int64))
@@ -188,7 +188,7 @@ def test_verify_tells_of_wrong_books_and_repair_corrects_them(fast_path: Path, s
         change(fast_path / "cache", statement)  # while it is open
         report = cache.verify()
         assert not report.ok
-        assert "booked with a wrong size" in str(report) or "the sums are" in str(report)
+        assert "recorded with a wrong size" in str(report) or "the sums are" in str(report)
         assert cache.verify(repair=True).ok
         assert cache.verify().problems == 0
         assert_sound(cache)

@@ -20,9 +20,10 @@ from cachestream.storage import publish as publish_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError
+from cachestream.storage.progress import Claim
 from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, Claim
+from cachestream.storage.sql_schema import APPLICATION_ID, SCHEMA_VERSION
 from tests.storage.support import Line, assert_sound, content, fork, keys_in, new_cache, publish, shard_ids
 
 
@@ -266,7 +267,7 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
             return tables.insert_claim(tables.insert_pass("{}", 100, 0), 0, 50, holder)
 
     owner = Owner(filled.directory, "before")
-    publisher = Publisher(filled.directory, filled.catalogue, filled.admission, owner.name)
+    publisher = Publisher(filled.directory, filled.catalogue, filled.reservations, owner.name)
     mine = claim(owner.name)
     os.unlink(filled.catalogue.path)
     filled.rebuild()
@@ -340,7 +341,7 @@ def test_a_damaged_catalogue_is_not_kept_where_the_limit_has_no_room_for_it(
     make_cache: Callable[..., Cache],
 ) -> None:
     cache = make_cache("1MB")
-    while cache.admission.footprint(20_000) < cache.size_limit - cache.size_bytes - 360_000:
+    while cache.reservations.footprint(20_000) < cache.size_limit - cache.size_bytes - 360_000:
         publish(cache, content(0, size_bytes=20_000))
     cache.close()
     Path(cache.catalogue.path).write_bytes(os.urandom(1_000_000))

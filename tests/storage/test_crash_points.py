@@ -11,7 +11,7 @@ import pytest
 
 from cachestream.schema import Span
 from cachestream.storage import publish as publish_module
-from cachestream.storage import reservations
+from cachestream.storage import space
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.publish import Publisher, UnitProgress
@@ -44,7 +44,7 @@ def template(fast_path: Path) -> Path:
 def full(template: Path) -> Path:
     """The same without room for another shard: publishing evicts."""
     with Cache(template) as cache:
-        cache.size_limit = cache.admission.room().used_bytes + 20_000
+        cache.size_limit = cache.reservations.room().used_bytes + 20_000
     return template
 
 
@@ -171,7 +171,7 @@ def check_counts(cache: Cache) -> None:
 
 
 def test_lowering_the_limit(template: Path, fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations, "_WRITERS_TIMEOUT_S", 0.1)  # nobody writes
+    monkeypatch.setattr(space, "_WRITERS_TIMEOUT_S", 0.1)  # nobody writes
     size_limit = 1_100_000
 
     def lower(cache: Cache, line: Line) -> None:

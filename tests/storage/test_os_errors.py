@@ -46,7 +46,7 @@ def template(fast_path: Path) -> Path:
         for number in range(FIRST):
             publish(cache, content(10 * number, size_bytes=SHARD_BYTES))
         use_all(cache)
-        cache.size_limit = cache.admission.room().used_bytes + 20_000
+        cache.size_limit = cache.reservations.room().used_bytes + 20_000
     return path
 
 

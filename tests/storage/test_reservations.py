@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.schema import ShardRow, Snapshot
-from cachestream.storage import reservations
+from cachestream.storage import space
 from cachestream.storage.cache import Cache
+from cachestream.storage.layout import BLOCK_BYTES
 from cachestream.storage.leases import Lease
 from cachestream.storage.reservations import HEADROOM_BYTES, Owner
 from cachestream.storage.shard import shard_path
@@ -114,8 +115,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=reservations, size=SIZES, which=st.integers(0, 1))
     def reserve(self, size: int, which: int) -> Any:
-        size = self.caches[0].admission.footprint(size)
-        shard_id = self.any_cache(which).admission.reserve(size, self.owner.name)
+        size = self.caches[0].reservations.footprint(size)
+        shard_id = self.any_cache(which).reservations.reserve(size, self.owner.name)
         return multiple() if shard_id is None else Reserved(shard_id, size)
 
     @rule(reserved=reservations, share=st.floats(0, 1), named=st.booleans())
@@ -133,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(reserved=consumes(reservations), which=st.integers(0, 1))
     def cancel(self, reserved: Reserved, which: int) -> None:
-        self.any_cache(which).admission.cancel(reserved.shard_id, self.owner.name)
+        self.any_cache(which).reservations.cancel(reserved.shard_id, self.owner.name)
 
     @rule(target=children, size=SIZES, halfway=st.booleans())
     @precondition(lambda self: len(self.living) < 2)
@@ -143,8 +144,8 @@ class CacheMachine(RuleBasedStateMachine):
 
         def run(line: Line) -> None:
             owner = Owner(cache.directory, f"child-{os.getpid()}")
-            need = cache.admission.footprint(size)
-            shard_id = cache.admission.reserve(need, owner.name)
+            need = cache.reservations.footprint(size)
+            shard_id = cache.reservations.reserve(need, owner.name)
             if shard_id is not None and halfway:
                 Path(cache.directory.temporary_shard(shard_id)).write_bytes(bytes(need // 2))
             _snapshot, _lease = cache.take_snapshot(1) if cache.num_shards else (None, None)
@@ -184,15 +185,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1_000_000, 2_000_000), which=st.integers(0, 1))
     def set_limit(self, limit: int, which: int) -> None:
         self.any_cache(which).size_limit = limit
-        over = disk_bytes(self.caches[0].path)
-        self.ceiling = limit if over <= limit else over + HEADROOM_BYTES
+        self.ceiling = max(limit, disk_bytes(self.caches[0].path) + HEADROOM_BYTES)
 
     @rule(min_free=st.sampled_from([0, 10**15]))
     def others_fill_the_disk(self, min_free: int) -> None:
         """Leave only `min_free` of the disk: then nothing may be added."""
         Cache(self.caches[0].path, min_free=min_free).close()
         if min_free:
-            assert self.caches[0].admission.reserve(4096, self.owner.name, may_evict=False) is None
+            assert self.caches[0].reservations.reserve(4096, self.owner.name, may_evict=False) is None
 
     @rule(data=st.data())
     @precondition(lambda self: self.caches and self.caches[0].num_shards)
@@ -226,9 +226,10 @@ class CacheMachine(RuleBasedStateMachine):
     def the_limit_holds(self) -> None:
         if not self.caches:
             return
-        occupied, limit = disk_bytes(self.caches[0].path), self.caches[0].size_limit
-        if occupied <= limit:
-            self.ceiling = limit
+        occupied = disk_bytes(self.caches[0].path)
+        # A lowered limit holds from when it has room for the reserve, from which leases take their blocks.
+        if self.caches[0].reservations.room().used_bytes <= self.caches[0].size_limit:
+            self.ceiling = self.caches[0].size_limit
         assert occupied <= self.ceiling, f"{occupied} bytes, {self.ceiling} allowed"
         assert self.caches[0].size_bytes == occupied
 
@@ -269,7 +270,7 @@ def run(examples: int, steps: int) -> None:
     machine_test: Any = run_state_machine_as_test  # has no types in the release for Python 3.10
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            reservations, "_WRITERS_TIMEOUT_S", 0.0
+            space, "_WRITERS_TIMEOUT_S", 0.0
         )  # those who write here go on only when they are told to
         machine_test(
             CacheMachine,
@@ -285,12 +286,29 @@ def run(examples: int, steps: int) -> None:
 
 def test_the_last_free_byte_is_given_and_none_beyond_it(cache: Cache) -> None:
     owner = Owner(cache.directory, "test")
-    free_bytes = cache.admission.room().free_bytes
-    assert cache.admission.reserve(free_bytes + 1, owner.name) is None
-    assert cache.admission.reserve(free_bytes, owner.name) is not None
-    assert cache.admission.room().used_bytes == cache.size_limit
-    assert cache.admission.reserve(1, owner.name) is None
+    free_bytes = cache.reservations.room().free_bytes
+    assert cache.reservations.reserve(free_bytes + 1, owner.name) is None
+    assert cache.reservations.reserve(free_bytes, owner.name) is not None
+    assert cache.reservations.room().used_bytes == cache.size_limit
+    assert cache.reservations.reserve(1, owner.name) is None
     owner.release()
+
+
+def test_a_limit_lowered_to_what_epochs_hold_is_exceeded_by_their_leases_alone_until_they_end(
+    cache: Cache,
+) -> None:
+    for first in range(0, 36, 3):
+        publish(cache, content(first, size_bytes=100_000))
+    leases = [cache.take_snapshot()[1]]
+    cache.size_limit = limit = cache.size_bytes
+    assert cache.num_shards == 12, "all are leased"
+    leases += [cache.take_snapshot()[1] for _ in range(3)]
+    assert limit < disk_bytes(cache.path) <= limit + 3 * BLOCK_BYTES
+    for lease in leases:
+        lease.release()
+    assert cache.enforce_limit() > 0
+    assert cache.reservations.room().used_bytes <= limit
+    assert_sound(cache)
 
 
 def test_the_invariants_hold_after_every_step_of_thirty_histories() -> None:

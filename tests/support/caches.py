@@ -25,7 +25,7 @@ def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
         packer.add(key, to_record(sample), None)
     owner = Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     try:
-        publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner.name)
+        publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
         shard_ids = publisher.publish([packer.content({})], [], UnitProgress(0))
     finally:
         owner.release()

@@ -55,7 +55,7 @@ def claim(cache: Cache, name: str) -> Assignment | None:
 
 
 def commit(cache: Cache, name: str, *claims: tuple[int, int, int]) -> None:
-    Publisher(cache.directory, cache.catalogue, cache.admission, name).commit(UnitProgress(1, claims))
+    Publisher(cache.directory, cache.catalogue, cache.reservations, name).commit(UnitProgress(1, claims))
 
 
 def test_all_positions_are_handed_out_once_and_then_no_more(cache: Cache) -> None:

@@ -149,7 +149,7 @@ def _write(cache: Cache, small: Packer, packer: Packer) -> Throughput:
     owner = Owner(cache.directory, f"diagnose-{secrets.token_hex(6)}")
     repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
     try:
-        publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner.name)
+        publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
         _publish(publisher, cache, small)  # pays for what is done once
         fixed_s = _publish(publisher, cache, small)
         whole_s = sum(_publish(publisher, cache, packer) for _ in range(repeats))
