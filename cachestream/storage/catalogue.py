@@ -195,6 +195,7 @@ class Catalogue:
         return self._connection
 
     def _open(self) -> sqlite3.Connection:
+        self.identity = None  # another file may have the inode of one that is gone
         while True:
             self.identity = self._await_file()
             try:

@@ -32,8 +32,8 @@ class Lease:
     def __init__(self, file: HeldFile) -> None:
         self._file = file
         # A dataset that is dropped without a close must not protect its shards from eviction for ever.
-        self._release = weakref.finalize(self, file.release)
-        self._release.atexit = False
+        weakref.finalize(self, file.release, holder=id(self)).atexit = False
+        file.share(id(self))
 
     @property
     def path(self) -> str:
@@ -41,15 +41,16 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        return self._release.alive and self._file.held
+        return self._file.is_held_by(id(self))
 
     def again(self) -> Lease | None:
         """Another hold on the same shards by this process; None if no one in it holds them any more."""
-        return Lease(self._file) if self._file.share() else None
+        lease = Lease(self._file)
+        return lease if lease.held and self._file.is_ours else None
 
     def release(self) -> None:
         """End this hold. Further calls do nothing."""
-        self._release()
+        self._file.release(holder=id(self))
 
     def __repr__(self) -> str:
         return f"<Lease {os.path.basename(self.path)} {'held' if self.held else 'released'}>"

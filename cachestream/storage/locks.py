@@ -26,15 +26,16 @@ _FORK_TIMEOUT_S = 1.0
 
 
 class HeldFile:
-    """An open file with a flock, until each holder has called `release` once, or the process ends.
+    """An open file with a flock, until `release`, or until the process ends.
 
-    Dropping the object releases nothing (see Lease for an object that does).
+    Dropping the object releases nothing (see Lease for an object that does). A release that was interrupted
+    (Ctrl-C) can be repeated, and further ones change nothing.
     """
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
         self._fd = fd
-        self._holders = 1
+        self._holders: set[int] = set()
         _held.add(self)
 
     @property
@@ -47,36 +48,39 @@ class HeldFile:
         with _guard:
             return self.held and _still_there(self.path, self._fd)
 
-    def share(self) -> bool:
-        """Add a holder in this process and return True, unless the lock is no longer ours (`is_ours`)."""
-        with _guard:
-            if not self.is_ours:
-                return False
-            self._holders += 1
-            return True
+    def is_held_by(self, holder: int) -> bool:
+        return self.held and holder in self._holders
 
-    def release(self, unlink: bool = False) -> None:
-        """Remove a holder; the last one drops the lock. With `unlink`, the file is removed while still
-        locked.
+    def share(self, holder: int) -> None:
+        """Keep the lock, if it is held, until `holder` releases it."""
+        with _guard:
+            if self.held:
+                self._holders.add(holder)
+
+    def release(self, unlink: bool = False, holder: int = 0) -> None:
+        """Drop the lock, unless holders other than `holder` share it. With `unlink`, the file is removed while
+        still locked.
 
         A file that cannot be removed stays, as the file of a dead process does.
         """
         with _guard:
-            self._holders -= 1
-            if self._holders <= 0:
+            self._holders.discard(holder)
+            if not self._holders:
                 self._close(unlink)
 
     def _close(self, unlink: bool = False) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if not self.held:
+            return
+        try:
+            if unlink:
+                remove(self.path)
+        except OSError:
+            pass
+        finally:
+            # No signal is handled between a store and the call after it: the descriptor is closed, or known.
+            fd, self._fd = self._fd, -1
+            os.close(fd)
             _held.discard(self)
-            try:
-                if unlink:
-                    remove(self.path)
-            except OSError:
-                pass
-            finally:
-                os.close(fd)
 
     def write(self, data: bytes) -> None:
         """Replace the file's content. Raises CacheFullError when the disk refuses it."""

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 _instances = itertools.count()
-# At most half of the trainer's timeout, so that the error that names the late rank comes first.
+# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a wait
+# for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
 _RANKS_DEADLINE_S: Final = 60.0
 
 

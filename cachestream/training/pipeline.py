@@ -93,14 +93,14 @@ class Pipeline:
         )
         _stop_all_at_exit()
         _pipelines.add(self)
-        for thread in self._threads:
-            if thread.ident is not None:
-                continue  # started by a call that was interrupted
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self.stop()
-                raise EpochError(f"{error}: {NO_THREADS}") from error
+        try:
+            self._executor.submit(int)  # starts its thread: later submits fail only after the shutdown
+            for thread in self._threads:
+                if thread.ident is None:  # else started by a call that was interrupted
+                    thread.start()
+        except RuntimeError as error:
+            self.stop()
+            raise EpochError(f"{error}: {NO_THREADS}") from error
         if self._stage is _Stage.NEW:
             self._stage = _Stage.RUNNING
 

@@ -13,7 +13,7 @@ import xxhash
 
 from cachestream.listing.names import Names
 from cachestream.schema import IntArray, Span
-from cachestream.sources.base import has_units, names_of
+from cachestream.sources.base import has_units, names_of, stored_names
 from cachestream.storage.progress import PassRow
 from cachestream.worker.job import Payload
 from cachestream.worker.lister import Listings, lists_units_of
@@ -161,6 +161,8 @@ class KnownOrders:
         held = self._cache.filling.cached_spans(PassPlan.from_json)
         if current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}:
             return []  # the first pass: nothing of it is cached but what its own progress says
+        if (listing := stored_names(self._payload.source)) is not None:
+            listing.look()  # another process may have extended a pass by names that came since the claim
         return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
     def _coverage_of(

@@ -159,6 +159,17 @@ def test_a_catalogue_that_another_process_has_rebuilt_is_not_rebuilt_again(fille
     assert filled.filling.state().catalogue_id != before
 
 
+def test_a_rebuilt_catalogue_with_the_inode_of_the_lost_one_is_not_rebuilt_again(filled: Cache) -> None:
+    before = filled.filling.state().catalogue_id
+    aside = filled.catalogue.path + ".aside"
+    os.rename(filled.catalogue.path, aside)
+    with pytest.raises(CatalogueDamagedError, match="is missing"):
+        filled.status()
+    os.rename(aside, filled.catalogue.path)
+    filled.rebuild()
+    assert filled.filling.state().catalogue_id == before
+
+
 def test_processes_that_have_it_open_follow_to_the_rebuilt_catalogue(filled: Cache, fast_path: Path) -> None:
     def use(line: Line) -> None:
         line.say(str(filled.num_samples))

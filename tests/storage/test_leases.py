@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -137,6 +138,38 @@ def test_a_lease_that_nobody_refers_to_is_released(filled: Cache) -> None:
     del lease
     gc.collect()
     assert filled.status().leases == 0
+
+
+def interrupt_at(step: int) -> Callable[[object, str, object], None]:
+    """A profiler that raises KeyboardInterrupt at the `step`-th place where CPython may handle a signal."""
+    places = itertools.count()
+
+    def profile(_frame: object, event: str, _arg: object) -> None:
+        if event in ("call", "c_return") and next(places) == step:
+            raise KeyboardInterrupt
+
+    return profile
+
+
+def test_a_release_that_was_interrupted_anywhere_is_completed_when_the_lease_is_dropped(
+    filled: Cache,
+) -> None:
+    for step in itertools.count():
+        _, lease = filled.take_snapshot()
+        is_interrupted = False
+        sys.setprofile(interrupt_at(step))
+        try:
+            lease.release()
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            sys.setprofile(None)
+        del lease
+        gc.collect()
+        assert filled.status().leases == 0, f"interrupted at step {step}"
+        if not is_interrupted:
+            break
+    assert step > 5
 
 
 def test_a_failed_snapshot_holds_nothing(filled: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,29 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    ("how", "victim"),
-    [(signal.SIGKILL, 1), (signal.SIGKILL, 0), pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow)],
+    ("how", "victim", "is_locked"),
+    [
+        (signal.SIGKILL, 1, False),
+        (signal.SIGKILL, 0, False),
+        pytest.param(signal.SIGSTOP, 1, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 1, True, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_deadline(
-    how: signal.Signals, victim: int, new_cache: NewCache, tmp_path: Path
+    how: signal.Signals, victim: int, is_locked: bool, new_cache: NewCache, tmp_path: Path
 ) -> None:
+    """Also of a rank that is stopped while it reads the catalogue (`is_locked`), which nobody can change then."""
     cache = new_cache(2, 20)
     ranks = Ranks(cache, tmp_path, "survive")
     try:
         ranks.wait_for_pids(tmp_path)
         pid = ranks.processes[1].pid
-        os.kill(ranks.processes[victim].pid or 0, how)
-        ranks.processes[1 - victim].join(180)
+        with cache.catalogue.reading() if is_locked else nullcontext() as tables:
+            if tables is not None:
+                tables.totals()
+            os.kill(ranks.processes[victim].pid or 0, how)
+            ranks.processes[1 - victim].join(180)
         (told,) = results(tmp_path, [1 - victim])
         assert told["error"] == "RankMismatchError", told["message"]
         # The default deadline is 60 s; here it is cut to half of the loader's timeout of 8 s.

@@ -286,15 +286,16 @@ def test_a_data_loader_over_the_loader_says_what_to_do_instead(new_cache: NewCac
         assert len(numbers(loader)) == 16
 
 
+@pytest.mark.parametrize("name", ["cachestream-gather", "cachestream-locate_0"])
 def test_a_loader_that_gets_no_threads_says_what_to_raise(
-    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
 
     def refuse(
         thread: threading.Thread,
     ) -> None:  # as the kernel does: whether it would here is not ours to say
-        if thread.name == "cachestream-gather":
+        if thread.name == name:
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -69,7 +69,7 @@ def find_locations(
 class LocationsAhead:
     """The locations of all batches of a rank, in blocks; `executor` computes the next one while one is used.
 
-    Raises Cancelled when the executor is shut down.
+    The threads of the executor run already. Raises Cancelled when it is shut down.
     """
 
     def __init__(
