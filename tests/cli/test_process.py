@@ -36,7 +36,7 @@ from tests.worker.support import wait_until
 pytestmark = pytest.mark.usefixtures("forked")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
     images: Path, cache: Path, number: signal.Signals
 ) -> None:

@@ -336,7 +336,12 @@ def test_rows_far_apart_are_read_one_by_one(tmp_path: Path, fetched: list[int]) 
 
 
 @pytest.mark.parametrize(
-    "name", ["c.npy", pytest.param("sharded.zarr", marks=needs_zarr), "gzip.hdf5", "lzf.h5"]
+    "name",
+    [
+        "c.npy",
+        pytest.param("sharded.zarr", marks=needs_zarr),
+        "gzip.hdf5",
+    ],
 )
 def test_array_sources_keep_the_protocol(written: Path, name: str) -> None:
     check_source(lambda: ArraySource(written / name, window=(64, 96)))

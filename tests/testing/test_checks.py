@@ -66,12 +66,12 @@ def write_tars(folder: Path) -> None:
 @pytest.mark.parametrize(
     "made_by",
     [
-        files,
+        pytest.param(files, marks=pytest.mark.slow),  # over S3 below
         pytest.param(tars, marks=pytest.mark.slow),
         visits_to_tars,
         dataset,
         function,
-        counted_function,
+        pytest.param(counted_function, marks=pytest.mark.slow),
     ],
     ids=lambda f: f.__name__,
 )
