@@ -42,7 +42,7 @@ from cachestream.training.manifests import load_manifest
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.cached_units import Coverage
 from cachestream.worker.encode import to_record
-from cachestream.worker.lister import list_all
+from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
 from cachestream.worker.packer import Packer
 from cachestream.worker.unit_reader import sample_generator, unit_generator

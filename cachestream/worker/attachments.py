@@ -1,23 +1,25 @@
 """The processes that need a worker: they are attached to it, and replace it if it is killed.
 
-Each of these processes holds a locked file for as long as it lives. The attach lock makes "is a worker
-there?" and "I need it" one step: no process attaches to a worker that is about to leave because no process
+Each attached process holds a locked, empty file for as long as it lives. The attach lock makes "is a worker
+there?" and "I need it" one step: no process attaches to a worker that is about to end because no process
 needs it.
 
-A process that lets the worker go removes its file. A process that dies leaves the file; its name says for how
-long the worker is then to go on, so that a job that is started again finds it at work. All files are empty.
+A process that releases the worker removes its file. A process that dies leaves the file, whose name says for
+how long the worker is to go on, so that a job that is started again finds it at work.
 
-A supervisor that the out-of-memory killer ends, or that ends with its container, cannot tell anybody, and
-training would go on for ever over what was cached by then: so each of these processes watches it.
+A supervisor that is killed, by a lack of memory or with its container, cannot tell the trainers, which would
+go on for ever over what was cached by then. So each attached process monitors the supervisor.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import random
 import secrets
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +44,24 @@ _LOOK_S: Final = 1.0
 _SETTLED_S: Final = 60.0  # the death of a worker that has lived so long is not counted as a repetition
 
 logger = logging.getLogger("cachestream")
+
+
+# Attachments of this process; they last as long as it does, also where the caller dropped the Worker.
+_own: set[HeldFile] = set()
+
+
+def release(attachment: HeldFile) -> None:
+    """End a need for the worker."""
+    attachment.release(unlink=True)
+    _own.discard(attachment)
+
+
+@atexit.register
+def _release_at_exit() -> None:
+    """Release all attachments at an orderly exit; after an error a restarted job may need the workers."""
+    if not hasattr(sys, "last_value"):
+        for attachment in list(_own):
+            release(attachment)
 
 
 class Attachments:
@@ -72,13 +92,20 @@ class Attachments:
             lock.release()
 
     def attach(self, linger_s: float = 0.0) -> HeldFile:
-        """Register a need for the worker until the file is released or `linger_s` after the process dies."""
+        """Register a need for the worker until `release`, or until `linger_s` after this process has died."""
         name = f"{os.getpid()}-{secrets.token_hex(6)}-{1000 * linger_s:.0f}{_SUFFIX}"
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
-            raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
+            raise CacheLockedError(f"{self._directory.worker_file(name)} was removed; try again")
+        _own.add(held)
         self._remove_dead()  # the job that the worker waited for is here
         return held
+
+    def release_own(self) -> None:
+        """Release the attachments of this process."""
+        for held in list(_own):
+            if os.path.dirname(held.path) == self._directory.worker:
+                release(held)
 
     def is_needed(self) -> bool:
         """True if the worker is detached, or a process that needs it lives or lingers."""
@@ -89,7 +116,7 @@ class Attachments:
         return self._look()[0] or self._is_requested("detached")
 
     def _look(self) -> tuple[bool, bool]:
-        """True if a process that needs the worker lives, and if one died less than its `linger_s` ago.
+        """(a process that needs the worker lives, one of them died less than its `linger_s` ago).
 
         Removes the files of all other processes.
         """
@@ -138,7 +165,7 @@ class Attachments:
 
 
 def _linger_s(path: str) -> float:
-    """The time for which the worker is to go on after the process of an attached file has died."""
+    """The time for which the worker is to go on after the process that held the file `path` has died."""
     digits = path.removesuffix(_SUFFIX).rpartition("-")[2]
     return min(int(digits) / 1000, LINGER_AT_MOST_S) if digits.isdecimal() else 0.0
 
@@ -199,7 +226,7 @@ class WorkerMonitor:
                     if not self._look():
                         break
                 except (CacheStreamError, OSError) as error:
-                    logger.warning("%s: looking after its worker: %s", self._cache.path, error)
+                    logger.warning("%s: monitoring its worker: %s", self._cache.path, error)
         finally:
             if self.process is not None:
                 self.process.wait()  # no other code reaps it

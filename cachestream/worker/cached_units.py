@@ -16,7 +16,7 @@ from cachestream.schema import IntArray, Span
 from cachestream.sources.base import has_units, names_of, stored_names
 from cachestream.storage.progress import PassRow
 from cachestream.worker.job import Payload
-from cachestream.worker.lister import Listings, lists_units_of
+from cachestream.worker.listings import Listings, lists_units_of
 from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, order_file
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class EarlierNames:
 
 
 class EarlierOrder:
-    """The order of a pass over an earlier listing, looked up by the units of the listing `names`."""
+    """The order of a pass over an earlier listing, for the units of the listing `names`."""
 
     def __init__(self, order: UnitOrder, earlier: EarlierNames, names: Names) -> None:
         self._order, self._earlier, self._names = order, earlier, names
@@ -106,7 +106,7 @@ class _PassCoverage:
 
 
 class Coverage:
-    """The samples of a unit that the cache holds, whichever pass they came from."""
+    """The samples of each unit that the cache holds, from any pass."""
 
     def __init__(self, passes: Mapping[UnitOrder, list[Span]] | Mapping[AnyOrder, list[Span]]) -> None:
         self._passes = [_PassCoverage(order, spans) for order, spans in passes.items()]

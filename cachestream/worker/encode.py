@@ -24,26 +24,6 @@ MOST_SAMPLES: Final = 64  # of a chunk
 MOST_BYTES: Final = 256 * 1024
 LONGEST_S: Final = 0.001
 _SCHEMAS: Final = 1024  # cached, for fields whose shape varies from sample to sample
-# Keys: the dtype in the byte order of shards.
-_TORCH_NAMES: Final = {
-    np.dtype(name).newbyteorder("<"): name
-    for name in [
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "uint16",
-        "float16",
-        "int32",
-        "uint32",
-        "float32",
-        "int64",
-        "uint64",
-        "float64",
-        "complex64",
-        "complex128",
-    ]
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,22 +143,23 @@ def _array(name: str, value: Any) -> _Value:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise SampleError(f"field '{name}' is {_describe(value)} that makes no array ({error})") from error
-    dtype = _TORCH_NAMES.get(array.dtype)
+    dtype = torch_name(array.dtype)
     if dtype is None:
-        dtype = torch_name(array.dtype)
-        if dtype is None:
-            raise SampleError(
-                f"field '{name}' is {_describe(value)} of dtype {array.dtype}: store numbers, bools, str or bytes"
-            )
+        raise SampleError(
+            f"field '{name}' is {_describe(value)} of dtype {array.dtype}: store numbers, bools, str or bytes"
+        )
+    if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("<"))
     if array.nbytes <= SMALL_BYTES:
         return "tensor", dtype, array.shape, array.tobytes()
     return "tensor", dtype, array.shape, _bytes_of(np.ascontiguousarray(array))
 
 
+@functools.lru_cache(maxsize=_SCHEMAS)
 def torch_name(dtype: np.dtype[Any]) -> str | None:
     """The torch dtype as which numbers of `dtype`, in any byte order, are stored; None if there is none."""
-    return _TORCH_NAMES.get(dtype.newbyteorder("<")) if dtype.kind in "biufc" else None
+    is_stored = dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+    return dtype.name if is_stored else None
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -302,7 +283,7 @@ class SampleChunk:
 Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
 
 
-def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
+def group_into_chunks(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
     """Group `items` into chunks; large or slow items come at once, and items before an error are not lost."""
     waiting: list[Item] = []
     waiting_bytes, since_s = 0, time.monotonic()

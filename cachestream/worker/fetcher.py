@@ -1,10 +1,10 @@
-"""Several units in flight, delivered in order: latency does not limit the speed.
+"""Several units in flight, delivered in order, so that latency does not limit the speed.
 
 Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
 order in which the units were submitted, so that the progress of a claim is one number. The bytes that wait
 are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
-unit that does not answer can be put aside: it keeps its thread, another thread takes its place, and it
-becomes the next unit as soon as samples of it arrive.
+unit that does not answer can be put aside: it keeps its thread, another thread takes its place, and the unit
+becomes the next one as soon as samples of it arrive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 from cachestream.storage.telemetry import FLIGHTS, Slot
 from cachestream.worker.encode import SampleChunk
 from cachestream.worker.job import Job
-from cachestream.worker.unit_reader import Stall, UnitEvent, UnitRead, UnitState
+from cachestream.worker.units import Stall, UnitRead, UnitState
 
 FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came whole
 TURN_S: Final = 0.3
@@ -271,7 +271,8 @@ class Fetcher:
                 error = caught
             with self._lock:
                 self._busy -= 1
-                unit_read.error, unit_read.state = error, unit_read.state.after(UnitEvent.END)
+                unit_read.error = error
+                unit_read.enter(UnitState.FINISHED)
                 self._note_arrival(unit_read)
 
     def _take(self, number: int) -> UnitRead | None:
@@ -282,7 +283,7 @@ class Fetcher:
                 elif self._todo:
                     self._busy += 1
                     unit_read = self._todo.popleft()
-                    unit_read.state = unit_read.state.after(UnitEvent.TAKE)
+                    unit_read.enter(UnitState.READING)
                     return unit_read
                 else:
                     self._units.wait()
@@ -292,14 +293,14 @@ class Fetcher:
         """Wait before the next attempt; False if stopped meanwhile."""
         until_s = time.monotonic() + pause_s
         with self._lock:
-            unit_read.state = unit_read.state.after(UnitEvent.PAUSE)
+            unit_read.enter(UnitState.PAUSED)
             while not self._stopped:
                 left_s = until_s - time.monotonic()
                 is_held = self._held and unit_read in self._aside
                 if left_s <= 0 and not is_held:
                     break
                 self._resumed.wait(None if is_held else left_s)
-            unit_read.state = unit_read.state.after(UnitEvent.RESUME)
+            unit_read.enter(UnitState.READING)
             return not self._stopped
 
     def _note_arrival(self, unit_read: UnitRead) -> None:

@@ -11,45 +11,33 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import logging
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from types import FrameType
 from typing import IO, Any, Final
 
-from cachestream.linux import adopt_orphans, die_with_parent, is_stopped, is_there, name_process
-from cachestream.transport.remote_errors import redact_text
-from cachestream.worker.processes import (
-    EndedSessions,
-    detach_from_terminal,
-    start_python,
-    write_frame,
-)
+from cachestream.linux import adopt_orphans, die_with_parent, is_there, name_process
+from cachestream.worker.processes import EndedSessions, detach_from_terminal
 
 _PID: Final = struct.Struct("<i")
 _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
-_ORPHANED_TURNS: Final = 400
-_STOPPED_S: Final = 3.0  # when a suspended job continues, its supervisor may be the first
-# Our modules that a sampling process needs; its source's module is known when there is a job.
-_PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.sources.files")
-_LAST_WORDS_BYTES: Final = 8192
-
-logger = logging.getLogger("cachestream.worker")
+_ORPHANED_CHECKS: Final = 400
+# The modules that the processes need; the module of the source is known when there is a job.
+_PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.worker.lister", "cachestream.sources.files")
 
 
-class Forked:
-    """A process started by a fork server, with the interface of `subprocess.Popen`; used by the supervisor.
+class ForkedProcess:
+    """A process started by a fork server, with the interface of `subprocess.Popen`.
 
     `pid` is None until the fork server has reported it. A process that is lost with the fork server counts as
     killed.
@@ -118,10 +106,9 @@ class ForkServer:
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._waiting: deque[Forked] = deque()
+        self._waiting: deque[ForkedProcess] = deque()
         self._is_gone = False
-        self._stopped_since_s: float | None = None
-        self.ended = EndedSessions()  # of the processes that it has started
+        self.ended = EndedSessions()  # of processes that the fork server has started
         can_adopt = adopt_orphans()
         self._pid = os.fork()
         if not self._pid:
@@ -136,10 +123,10 @@ class ForkServer:
             self.close()
 
     def load(self, protocols: Collection[str], source: str) -> None:
-        """Load the fsspec drivers of `protocols`, and our module `source`, ahead of the processes that need them."""
+        """Load the fsspec drivers of `protocols`, and the module `source`, before a process needs them."""
         self._send({"protocols": list(protocols), "source": source})
 
-    def start(self, module: str, job_fd: int) -> Forked | None:
+    def start(self, module: str, job_fd: int) -> ForkedProcess | None:
         """Run `main()` of `module` in a process with pipes to its stdin and from its output.
 
         The process inherits the descriptor `job_fd` under the same number. Returns None if the fork server is
@@ -159,7 +146,7 @@ class ForkServer:
             os.close(to_stdin)
             os.close(from_output)
             return None
-        forked = Forked(self, os.fdopen(to_stdin, "wb"), os.fdopen(from_output, "rb"))
+        forked = ForkedProcess(self, os.fdopen(to_stdin, "wb"), os.fdopen(from_output, "rb"))
         self._waiting.append(forked)
         return forked
 
@@ -178,32 +165,18 @@ class ForkServer:
         if not self._is_gone and self._receive_pids():
             self.close()
 
-    def give_up_if_stopped(self, now_s: float) -> bool:
-        """End a fork server that has been stopped (SIGSTOP) if a process waits for it; True if so.
-
-        To be called every second.
-        """
-        if self._is_gone or not self._waiting or not is_stopped(self._pid):
-            self._stopped_since_s = None
-        elif self._stopped_since_s is None:
-            self._stopped_since_s = now_s
-        elif now_s - self._stopped_since_s >= _STOPPED_S:
-            self.close()
-            return True
-        return False
-
     def _receive_pids(self) -> bool:
         """Give processes their reported ids; True if the fork server is gone."""
         while True:
             try:
-                said = self._socket.recv(_PID.size)
+                data = self._socket.recv(_PID.size)
             except BlockingIOError:
                 return False
             except OSError:
                 return True
-            if not said:
+            if not data:
                 return True
-            self._waiting.popleft().set_pid(*_PID.unpack(said))
+            self._waiting.popleft().set_pid(*_PID.unpack(data))
 
     def close(self) -> None:
         """End the fork server; the processes that it has started continue."""
@@ -218,127 +191,6 @@ class ForkServer:
         for forked in self._waiting:
             forked.count_as_killed()
         self._waiting.clear()
-
-
-def words_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines that a process prints, without the secrets of URLs; an endless line comes in pieces."""
-    for line in iter(lambda: stream.readline(_LAST_WORDS_BYTES), b""):
-        yield redact_text(line.decode("utf-8", "replace")).encode()
-
-
-class ChildProcess:
-    """A process of the supervisor, which runs `main()` of `module` and gets its arguments through a pipe.
-
-    It can be started again after its end. All that it prints goes to the log, under `name`; its last lines
-    are kept. An empty line is a sign of life only. `job_fd` is the shared job, see `job.share`. The process
-    is forked by `server`, or is a Python of its own if there is no fork server any more.
-    """
-
-    def __init__(
-        self, module: str, name: str, server: ForkServer | None, sys_path: tuple[str, ...], job_fd: int
-    ) -> None:
-        self._module, self._name = module, name
-        self._server, self._sys_path, self._job_fd = server, sys_path, job_fd
-        self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._listener: threading.Thread | None = None
-        self._last_lines: deque[bytes] = deque(maxlen=64)
-        self.life_s: float | None = None  # the time of its last sign of life
-        self.start_at_s: float | None = None  # the time at which it is to be started
-        self.started_s = 0.0
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None
-
-    @property
-    def is_over(self) -> bool:
-        """True if the process does not run, and is not to be started."""
-        return self._process is None and self.start_at_s is None
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the running process; None where it is not known yet."""
-        return None if self._process is None else self._process.pid
-
-    def start(self, now_s: float, *arguments: object) -> None:
-        """Start the process, and send it the descriptor of the job and its `arguments`.
-
-        It stays due if the system refuses.
-        """
-        self._last_lines.clear()
-        self.life_s, self.start_at_s = None, now_s
-        self._process = process = self._start()
-        self.started_s, self.start_at_s = now_s, None
-        assert process.stdout is not None
-        assert process.stdin is not None
-        self._listener = threading.Thread(target=self._listen, args=(process.stdout,), daemon=True)
-        self._listener.start()
-        with suppress(BrokenPipeError):  # it died already; `reap` tells
-            write_frame(process.stdin, (self._job_fd, *arguments))
-
-    def _start(self) -> subprocess.Popen[bytes] | Forked:
-        forked = None if self._server is None else self._server.start(self._module, self._job_fd)
-        return forked or start_python(
-            self._module,
-            self._sys_path,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(self._job_fd,),
-            start_new_session=True,  # as the fork server does
-        )
-
-    def _listen(self, stream: IO[bytes]) -> None:
-        with stream:
-            for line in words_of(stream):
-                if line == b"\n":
-                    self.life_s = time.monotonic()
-                    continue
-                self._last_lines.append(line)
-                logger.info("%s: %s", self._name, line[:1000].decode("utf-8", "replace").rstrip())
-
-    @property
-    def last_words(self) -> str:
-        """The end of what the process printed: its traceback, if it had one."""
-        return b"".join(self._last_lines)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
-
-    def reap(self) -> int | None:
-        """The exit code of a process that has ended; None while it runs, or if there is none.
-
-        What the process has started ends with it (`ForkServer.ended`), except for processes in a session of
-        their own.
-        """
-        code = None if self._process is None else self._process.poll()
-        if code is not None:
-            self._note_end()
-            self.ask_to_stop()
-            self._process = None
-            if self._listener is not None:
-                self._listener.join(timeout=1.0)
-        return code
-
-    def _note_end(self) -> None:
-        if self._server is not None and self.pid is not None:
-            self._server.ended.add(self.pid)
-            self._server.ended.end_members()  # now: they may keep our end of their output open
-
-    def ask_to_stop(self) -> None:
-        """Close the pipe: its end asks the process to stop."""
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-    def kill(self) -> None:
-        """Kill the process; `reap` ends what it has started."""
-        if self._process is not None:
-            self._process.kill()
-
-    def end(self) -> None:
-        """Kill the process, and wait for it; what it has started ends as after `reap`."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=5.0)
-            self._note_end()
 
 
 def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
@@ -362,7 +214,7 @@ def _is_orphaned(parent: int) -> bool:
 
     The signal comes when the main thread of the parent ends; its other threads may take a moment longer.
     """
-    for _ in range(_ORPHANED_TURNS):
+    for _ in range(_ORPHANED_CHECKS):
         if os.getppid() != parent:
             return True
         time.sleep(_PAUSE_S)
@@ -380,10 +232,10 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
     gc.collect()
     gc.freeze()  # a garbage collection would write to shared memory, and so copy it
     while True:
-        said, fds, _, _ = socket.recv_fds(supervisor, _MESSAGE_BYTES, 3)
-        if not said:
+        data, fds, _, _ = socket.recv_fds(supervisor, _MESSAGE_BYTES, 3)
+        if not data:
             return
-        message = json.loads(said)
+        message = json.loads(data)
         _load(message.get("protocols", ()))
         if source := message.get("source"):
             importlib.import_module(source)
@@ -433,13 +285,13 @@ def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, p
                 os._exit(1)
         os.waitpid(intermediate, 0)
         os.set_blocking(from_fork, False)
-        said = os.read(from_fork, _PID.size)
+        data = os.read(from_fork, _PID.size)
     except OSError:  # EAGAIN: too many processes, or too little memory
         return -1
     finally:
         os.close(from_fork)
         os.close(to_us)
-    return int(_PID.unpack(said)[0])
+    return int(_PID.unpack(data)[0])
 
 
 def _run_main(module: str, job_fd: int, fds: list[int]) -> None:

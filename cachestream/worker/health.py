@@ -19,7 +19,8 @@ from cachestream.config import NO_THREADS
 from cachestream.linux import is_stopped
 from cachestream.storage.progress import Suspect
 from cachestream.storage.telemetry import ENDED, STARTING, Board
-from cachestream.worker.fork_server import ChildProcess, ForkServer
+from cachestream.worker.child_process import ChildProcess
+from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ logger = logging.getLogger("cachestream.worker")
 class Death:
     """The end of a sampling process; `returncode` as in subprocess (-9: by SIGKILL).
 
-    `hanging`: the watchdog killed it; `stopped`: it hung because it had been stopped (SIGSTOP). `orderly`: it
-    ended by itself and said so: no unit is to blame. `progressed`: it had committed something since its
-    start. `suspects`: the number of positions that it was working on.
+    `hanging`: the process was killed because it hung; `stopped`: it hung because of SIGSTOP. `orderly`: it
+    ended by itself and showed that on the board, so no unit is to blame. `progressed`: it had committed
+    something since its start. `suspects`: the number of positions that it was working on.
     """
 
     at_s: float
@@ -68,7 +69,7 @@ class Death:
 
     @property
     def isolates(self) -> bool:
-        """True if the death narrows down the unit that is to blame."""
+        """True if the death helps to find the unit that is to blame."""
         return self.suspects > 0 and not self.is_kill and not self.orderly
 
     def __str__(self) -> str:
@@ -87,15 +88,15 @@ def _signal_name(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """System errors that follow one another closely: no descriptors for a moment, or a disk that fails."""
+class SystemErrors:
+    """System errors in close succession, such as a lack of descriptors for a moment, or a disk that fails."""
 
     since_s: float = -math.inf
     last_s: float = -math.inf
 
-    def again(self, now_s: float) -> Trouble:
-        """The trouble after one more error; a quiet time before it ends the old trouble."""
-        return Trouble(self.since_s if now_s - self.last_s <= _QUIET_S else now_s, now_s)
+    def again(self, now_s: float) -> SystemErrors:
+        """Add an error; after a time without errors the count begins anew."""
+        return SystemErrors(self.since_s if now_s - self.last_s <= _QUIET_S else now_s, now_s)
 
     @property
     def is_lasting(self) -> bool:
@@ -131,10 +132,10 @@ def hanging_positions(
     return hanging if hanging or main_hangs else None
 
 
-def was_away(gap_s: float, timeout_s: float) -> bool:
+def was_suspended(gap_s: float, timeout_s: float) -> bool:
     """True if a gap between two ticks of the supervisor means that all processes were stopped.
 
-    A tick may take long by itself: a gap much shorter than `timeout_s` changes nothing.
+    A tick may take long by itself, but hardly half of `timeout_s`.
     """
     return gap_s > timeout_s / 2
 
@@ -142,7 +143,7 @@ def was_away(gap_s: float, timeout_s: float) -> bool:
 def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool:
     """True if it is time to give up: too many recent deaths of processes that had not committed anything.
 
-    More deaths are allowed if they narrow down a bad unit, as each process may meet bad units first, and
+    More deaths are allowed if they help to find a bad unit, as each process may meet bad units first, and
     still more if they are kills from outside.
     """
     recent: list[Death] = []
@@ -223,7 +224,7 @@ class SamplingProcess:
     def kill_if_hanging(self, now_s: float, resumed_s: float, timeout_s: float) -> None:
         """Kill the process if it shows no life.
 
-        Time before `resumed_s`, when all went on after a stop, does not count.
+        Time before `resumed_s`, when all processes continued after a stop, does not count.
         """
         if not self.process.running or self._hung is not None:
             return
@@ -286,8 +287,8 @@ class SamplingProcesses:
         return [child.index for child in self._children if child.process.running]
 
     @property
-    def are_over(self) -> bool:
-        """True if none runs, and none is to be started: there is nothing left to claim."""
+    def have_ended(self) -> bool:
+        """True if no process runs, and none is to be started: there is nothing left to claim."""
         return all(child.process.is_over for child in self._children)
 
     def begin(self, now_s: float) -> None:
@@ -300,8 +301,8 @@ class SamplingProcesses:
         for child in self._children:
             child.start_if_due(now_s)
 
-    def look(self, now_s: float, resumed_s: float) -> None:
-        """Kill what hangs, and note what has died; raises GiveUpError if another start would not help."""
+    def check(self, now_s: float, resumed_s: float) -> None:
+        """Kill hanging processes, and reap dead ones; raises GiveUpError if another start would not help."""
         for child in self._children:
             child.kill_if_hanging(now_s, resumed_s, self._hang_timeout_s)
             self._reap(child, now_s)
@@ -311,7 +312,7 @@ class SamplingProcesses:
         if ended is None:
             return
         death, suspects, pass_id = ended
-        code, words = death.returncode if death.orderly else None, child.process.last_words
+        code, words = death.returncode if death.orderly else None, child.process.last_output
         if code == 0:
             return
         if code in (EXIT_RESTART, EXIT_LATER):

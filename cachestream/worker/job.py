@@ -6,20 +6,24 @@ disk.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import struct
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, Final
 
 from cachestream.errors import ConfigError, WorkerError
-from cachestream.sources.user_code import by_value
+from cachestream.sources.user_code import by_value, fingerprint_of
 from cachestream.worker.order import Partition
-from cachestream.worker.processes import LENGTH
 
 _OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle
 _ALIGNMENT: Final = 64
+_LENGTH: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,14 @@ class Packed:
 class Job:
     """The options of a worker, checked and complete. Sizes in bytes, times in seconds.
 
-    `payload`: the user's objects, pickled. `sampler`: the sampler or curriculum, which only the supervisor
-    needs, pickled by itself because it may import torch.
+    `payload`: a Payload, pickled. `sampler`: the sampler or curriculum, if there is one; it is pickled by
+    itself, as only the supervisor needs it and it may import torch.
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan. `round_ends`: see
-    DivisibleSource: each round reads a share of every file. `listing`: the digest of the names of the source;
-    of its first `num_units` names only if the source is `growing`. `label_names`: the names that the labels
-    of the source are indices of, if it has any. `protocols`: the names of the fsspec drivers that read the
-    source. `source_module`: the module of its class if that is ours.
+    DivisibleSource. `listing`: the digest of the names of the source, or of its first `num_units` names if
+    the source is `growing`. `label_names`: the names of the labels, if the source has any. `protocols`: the
+    names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
+    that is one of this package.
     """
 
     root: str
@@ -62,7 +66,7 @@ class Job:
     hang_timeout_s: float
     custom_eviction: bool
     payload: Packed
-    sampler: bytes
+    sampler: Packed | None
     partition: Partition | None = None
     rule: str = ""
     growing: bool = False
@@ -82,10 +86,27 @@ class Payload:
     weights: Any
 
 
-def pack(payload: Payload, visit: Callable[[Any], None] = lambda _: None) -> Packed:
-    """Pickle `payload`, including lambdas and closures.
+def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
+    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
 
-    `visit` is called with each object in the payload. Raises ConfigError that names the object that does not
+    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
+    unnoticed.
+    """
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    version = "python {}.{}".format(*sys.version_info)
+    if transform is None:
+        return f"{version}:"
+    function = getattr(transform, "__func__", transform)
+    code: Any = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
+    has_code = isinstance(code, CodeType)
+    return f"{version}:{fingerprint_of(code)}" if has_code else ""
+
+
+def pack(value: Any, visit: Callable[[Any], None] = lambda _: None) -> Packed:
+    """Pickle a Payload or an order, including lambdas and closures.
+
+    `visit` is called with each object in the value. Raises ConfigError that names the object that does not
     pickle.
     """
     buffers: list[bytes] = []
@@ -97,54 +118,32 @@ def pack(payload: Payload, visit: Callable[[Any], None] = lambda _: None) -> Pac
             buffers.append(view.tobytes())
             return False
 
-    return Packed(_pickled(payload, in_band, visit), tuple(buffers))
-
-
-def pack_sampler(sampler: Any) -> bytes:
-    """Pickle the user's sampler (b"" for None); raises ConfigError if that fails."""
-    return b"" if sampler is None else _pickled(sampler)
-
-
-def _pickled(
-    value: Any,
-    buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
-    visit: Callable[[Any], None] = lambda _: None,
-) -> bytes:
     try:
-        return by_value(value, buffer_callback, visit)
+        return Packed(by_value(value, in_band, visit), tuple(buffers))
     except Exception as error:  # noqa: BLE001  pickling runs the user's code
-        name, cause = ("order", error) if not isinstance(value, Payload) else _culprit(value, error)
+        name, cause = _culprit(value, error)
         raise ConfigError(
             f"the {name} cannot be sent to the background processes ({type(cause).__name__}: {cause}); "
             "open files, connections, locks and generators inside it, at its first use there"
         ) from cause
 
 
-def _culprit(payload: Payload, error: Exception) -> tuple[str, Exception]:
-    """The user's name for the object in `payload` that does not pickle, and its error."""
-    for attribute in ("source", "transform", "eviction", "weights"):
-        try:
-            by_value(getattr(payload, attribute))
-        except Exception as cause:  # noqa: BLE001  pickling runs the user's code
-            return {"eviction": "eviction function", "weights": "order"}.get(attribute, attribute), cause
+def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
+    """The user's name for the object in `value` that does not pickle, and its error."""
+    if isinstance(value, Payload):
+        parts = {"source": value.source, "transform": value.transform, "eviction function": value.eviction}
+        for name, part in parts.items():
+            try:
+                by_value(part)
+            except Exception as cause:  # noqa: BLE001  pickling runs the user's code
+                return name, cause
     return "order", error
 
 
-def unpack(packed: Packed) -> Payload:
-    """Unpickle the user's objects; raises WorkerError if a module that they need cannot be imported here."""
-    payload = _loaded(packed.data, "source or transform", packed.buffers)
-    assert isinstance(payload, Payload)
-    return payload
-
-
-def unpack_sampler(data: bytes) -> Any:
-    """Unpickle the user's sampler; raises WorkerError if a module that it needs cannot be imported here."""
-    return _loaded(data, "order")
-
-
-def _loaded(data: bytes, what: str, buffers: Sequence[bytes | memoryview] = ()) -> Any:
+def unpack(packed: Packed, what: str = "source or transform") -> Any:
+    """Unpickle the value; raises WorkerError if a module that it needs cannot be imported here."""
     try:
-        return pickle.loads(data, buffers=buffers)  # noqa: S301  sent by our own parent through a pipe
+        return pickle.loads(packed.data, buffers=packed.buffers)  # noqa: S301  sent by our own parent
     except Exception as error:
         raise WorkerError(
             f"the {what} cannot be loaded in the background process ({type(error).__name__}: "
@@ -162,7 +161,7 @@ def share(job: Job) -> int:
     sizes = [len(buffer) for buffer in job.payload.buffers]
     head = pickle.dumps((replace(job, payload=Packed(job.payload.data)), sizes))
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(LENGTH.pack(len(head)) + head)
+        file.write(_LENGTH.pack(len(head)) + head)
         for buffer in job.payload.buffers:
             file.seek(_aligned(file.tell()))
             file.write(buffer)
@@ -178,9 +177,9 @@ def load_shared(fd: int) -> Job:
         memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
-    (length,) = LENGTH.unpack(memory[: LENGTH.size])
-    end = LENGTH.size + length
-    job, sizes = pickle.loads(memory[LENGTH.size : end])  # noqa: S301  shared by our own parent
+    (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+    end = _LENGTH.size + length
+    job, sizes = pickle.loads(memory[_LENGTH.size : end])  # noqa: S301  shared by our own parent
     buffers = []
     for size in sizes:
         start = _aligned(end)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import select
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -33,9 +34,10 @@ from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.transport.remote import Remote
-from cachestream.worker.job import Job, Payload, pack, pack_sampler
-from cachestream.worker.order import Partition, PassPlan, check_curriculum, check_weights, parse_partition
-from cachestream.worker.processes import frame, import_path, read_frame, start_python
+from cachestream.worker.job import Job, Payload, pack
+from cachestream.worker.order import Partition, PassPlan, parse_partition
+from cachestream.worker.processes import import_path, read_frame, start_python
+from cachestream.worker.user_order import NAMED, check_order, kind_of
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -43,10 +45,8 @@ if TYPE_CHECKING:
 CONCURRENCY: Final = 16
 HANG_TIMEOUT_S: Final = 30.0
 DEFAULT_SHARD: Final = "64MB"
-_GROWING: Final = ("shuffle", "sequential")  # orders that can begin before all units are known
 _WHEN_FULL: Final = ("evict", "wait", "stop")
 START_TIMEOUT_S: Final = 60.0
-_ORDERS: Final = "weights, a function of progress, or a torch Sampler over units"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class WorkerOptions:
             parse_size(self.shard_size, "shard_size")
         self._bandwidth()
         parse_partition(self.partition)
-        _kind_of(self.order)
+        kind_of(self.order)
 
     def job(self, cache: Cache, source: Source) -> Job:
         """The job of the worker that fills `cache` from `source`, by options that `check` has passed.
@@ -88,7 +88,7 @@ class WorkerOptions:
         """
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
-        growing = as_incremental(source) if isinstance(self.order, str) and self.order in _GROWING else None
+        growing = as_incremental(source) if isinstance(self.order, str) and self.order in NAMED else None
         source_name = type(source).__name__
         num_units = (
             whole_units(units_of(source), source_name) if growing is None else len(growing.first_names)
@@ -99,7 +99,7 @@ class WorkerOptions:
                 f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
             )
         _check_share(partition, num_units)
-        kind, weights, sampler = _order(self.order, num_units, partition)
+        kind, weights, sampler = check_order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()
 
@@ -123,7 +123,7 @@ class WorkerOptions:
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
             payload=pack(Payload(source, self.transform, policy, weights), collect_protocol),
-            sampler=pack_sampler(sampler),
+            sampler=None if sampler is None else pack(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
             growing=growing is not None,
@@ -179,46 +179,13 @@ def _check_share(partition: Partition | None, num_units: int | None) -> None:
         )
 
 
-def _order(
-    order: Any, num_units: int | None, partition: Partition | None
-) -> tuple[str, list[float] | None, Any]:
-    """The kind of an order, its weights if any, and its sampler or curriculum if any."""
-    kind = _kind_of(order)
-    if kind == "weighted":
-        return kind, check_weights(order, num_units, partition), None
-    if kind == "curriculum":
-        check_curriculum(order, 0.0, num_units)
-    return kind, None, None if isinstance(order, str) else order
-
-
-def _kind_of(order: Any) -> str:
-    """The kind of `order`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
-
-    Raises ConfigError.
-    """
-    if isinstance(order, str):
-        if order not in _GROWING:
-            raise ConfigError(f"order={order!r}: choose 'shuffle' or 'sequential', or give {_ORDERS}")
-        return order
-    if isinstance(order, Sequence) or hasattr(order, "__array__"):
-        return "weighted"
-    if isinstance(order, type):
-        raise ConfigError(f"order={order!r} is a class: make one of it first")
-    if hasattr(order, "__iter__"):
-        return "sampler"
-    if callable(order):
-        return "curriculum"
-    raise ConfigError(f"order={order!r}: give 'shuffle', 'sequential', {_ORDERS}")
-
-
 class Launch:
     """A Python for a supervisor: it loads the fsspec drivers of `protocols` and waits for its job."""
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
-        self._sys_path = import_path()
         self._process: subprocess.Popen[bytes] | None = start_python(
             "cachestream.worker.supervisor",
-            self._sys_path,
+            import_path(),
             *protocols,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -285,7 +252,7 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
         # Inside the `try`: closing the pipe to a dead process flushes its buffer, and fails again.
         with process.stdin, process.stdout:
             deadline_s = time.monotonic() + START_TIMEOUT_S
-            if _send(process.stdin.fileno(), frame(job), deadline_s) and _is_ready(
+            if _send(process.stdin.fileno(), pickle.dumps(job), deadline_s) and _is_ready(
                 process.stdout.fileno(), select.POLLIN, deadline_s
             ):
                 return read_frame(process.stdout)

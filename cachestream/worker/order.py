@@ -8,10 +8,8 @@ of the units.
 from __future__ import annotations
 
 import json
-import operator
 import re
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -27,15 +25,11 @@ from cachestream.storage.os_errors import CatalogueDamagedError
 if TYPE_CHECKING:
     from cachestream.storage.layout import Directory
 
-Curriculum = Callable[[float], Any]
 Offsets = Sequence[tuple[int, int]]  # ranges [start, stop) of offsets of samples in a unit
 
 PASS_KEY: Final = 1
 _WEIGHT_KEY: Final = 2
-_CURRICULUM_KEY: Final = 4
 _KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
-STEPS: Final = 100
-_LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
 MOST_NODES: Final = 1_000_000
 END: Final = 1 << 62  # an offset past the last sample of any unit
 _PARTITION_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
@@ -139,52 +133,6 @@ class Segments:
         return found
 
 
-def check_curriculum(
-    curriculum: Curriculum, progress: float, num_units: int | None
-) -> npt.NDArray[np.float64]:
-    """The weights at `progress`, float64 `[num_units]`; raises ConfigError unless they can be drawn by."""
-    if num_units is None:
-        raise ConfigError("order: an endless source has no passes for a curriculum to order")
-    try:
-        weights = np.asarray(curriculum(progress), np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"order({progress:g}) gives no weights: {type(error).__name__}: {error}") from error
-    if weights.shape != (num_units,):
-        raise ConfigError(
-            f"order({progress:g}) gives an array of shape {weights.shape}; give one weight for each of "
-            f"the {num_units} units"
-        )
-    if not np.isfinite(weights).all() or (weights < 0).any():
-        raise ConfigError(f"order({progress:g}): weights must be finite and 0 or more")
-    return weights
-
-
-def draw_curriculum(
-    curriculum: Curriculum, units: IntArray, num_units: int, *, seed: int, ordinal: int
-) -> IntArray:
-    """All of `units` in the order of pass `ordinal`; calls the curriculum up to 100 times.
-
-    At each point the next unit is drawn among those left with probabilities in proportion to their
-    weights; units of weight 0 come last, in uniform order. Drawing without replacement takes the smallest of
-    exponential variables divided by the weights: Efraimidis and Spirakis, "Weighted random sampling with a
-    reservoir" (Information Processing Letters 97, 2006).
-    """
-    rng = np.random.Generator(np.random.Philox(key=mix_key(_CURRICULUM_KEY, seed, ordinal)))
-    bounds = np.linspace(0, len(units), min(STEPS, len(units)) + 1).astype(np.int64).tolist()
-    left = units.copy()
-    drawn = np.empty_like(units)
-    for start, stop in pairwise(bounds):
-        weights = check_curriculum(curriculum, ordinal + start / len(units), num_units)[left]
-        with np.errstate(divide="ignore"):
-            keys = np.log(rng.standard_exponential(len(left)))
-            keys -= np.where(weights > 0, np.log(weights), -_LAST)
-        first = np.argpartition(keys, stop - start - 1)
-        taken, rest = first[: stop - start], first[stop - start :]
-        drawn[start:stop] = left[taken[np.argsort(keys[taken])]]
-        left = left[np.sort(rest)]
-    return drawn
-
-
 @dataclass(frozen=True, slots=True)
 class PassPlan:
     """One pass over `num_units` units (None: endless), as recorded in the catalogue and in shards.
@@ -194,7 +142,7 @@ class PassPlan:
     units.
     `length`: the number of positions (the units in the share of the node, or the number that a sampler
     draws).
-    `rule`: the name of the function of a curriculum.
+    `rule`: the fingerprint of the function of a curriculum.
 
     `segments`: for a pass that began before all units were listed, the number of listed units each time the
     pass was extended; the last is `num_units`. The units of one segment come before those of the next.
@@ -252,7 +200,7 @@ class PassPlan:
         plan = replace(self, num_units=num_units, listing=listing, segments=segments, growing=not is_complete)
         return replace(plan, length=plan.share)
 
-    def takes_up(self, num_units: int, *, is_complete: bool) -> bool:
+    def should_grow(self, num_units: int, *, is_complete: bool) -> bool:
         """True if enough units are listed to extend the pass.
 
         Growth by at least an eighth keeps the segments few.
@@ -280,7 +228,7 @@ class PassPlan:
 class UnitOrder:
     """The units of one pass, by position; O(1) memory for the named orders.
 
-    `weights` (float `[num_units]`, any scale): for the kind "weighted", which draws units with replacement.
+    `weights` (float64 `[num_units]`): for the kind "weighted", which draws units with replacement.
     `drawn` (int `[length]`): for the kinds "sampler" and "curriculum", the units in their order.
     """
 
@@ -293,7 +241,7 @@ class UnitOrder:
             self._permutation = Segments(plan.segment_ends, plan.seed, plan.ordinal)
         elif plan.kind == "shuffle" and plan.share:
             self._permutation = Permutation(plan.share, mix_key(PASS_KEY, plan.seed, plan.ordinal))
-        self._cumulative = None if weights is None else _cumulative(share_of(weights, plan.partition))
+        self._cumulative = None if weights is None else np.cumsum(share_of(weights, plan.partition))
         self._drawn = None if drawn is None else np.asarray(drawn, np.int64)
         self._sorted: tuple[IntArray, IntArray] | None = None
 
@@ -339,13 +287,6 @@ class UnitOrder:
         return units
 
 
-def _cumulative(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The cumulative sums of `weights`, scaled down if they would overflow."""
-    with np.errstate(over="ignore"):
-        sums = np.cumsum(weights)
-    return sums if np.isfinite(sums[-1]) else np.cumsum(weights / weights.max())
-
-
 def share_of(values: npt.ArrayLike, partition: Partition | None) -> npt.NDArray[np.float64]:
     """The elements of `values` (float `[num_units]`) that belong to the units of a share."""
     array = np.asarray(values, np.float64)
@@ -357,56 +298,6 @@ def all_units(num_units: int, partition: Partition | None) -> IntArray:
     if partition is None:
         return np.arange(num_units)
     return partition.units(np.arange(partition.length(num_units)))
-
-
-def check_weights(
-    weights: Sequence[float], num_units: int | None, partition: Partition | None = None
-) -> list[float]:
-    """Convert `weights` to floats.
-
-    Raises ConfigError unless there is one for each unit, none negative, not all 0.
-    """
-    try:
-        values = [float(weight) for weight in weights]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"order: weights must be numbers, one for each of the {num_units} units ({error})"
-        ) from None
-    if num_units is None or len(values) != num_units:
-        raise ConfigError(f"order has {len(values)} weights for {num_units} units; give one for each unit")
-    if not all(0 <= value < float("inf") for value in values) or not any(values):
-        raise ConfigError("order: weights must be finite and 0 or more, and not all 0")
-    if not share_of(values, partition).any():
-        raise ConfigError(f"order: all weights of the share {partition} are 0")
-    return values
-
-
-def _unit_numbers(drawn: Iterable[Any]) -> Iterator[int]:
-    for unit in drawn:
-        try:
-            number = operator.index(unit)
-        except TypeError:
-            raise ConfigError(
-                f"order: the sampler gave {reprlib.repr(unit)}; it must give unit numbers, one by one and not in batches"
-            ) from None
-        yield number
-
-
-def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
-    """The units of this share that a sampler draws.
-
-    Raises ConfigError if it draws none, or numbers that are no units.
-    """
-    units: IntArray = np.fromiter(_unit_numbers(drawn), np.int64)
-    if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
-        raise ConfigError(
-            f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"
-        )
-    if partition is not None:
-        units = units[partition.places(units) >= 0]
-        if not len(units):
-            raise ConfigError(f"order: the sampler gave no unit of the share {partition}")
-    return units
 
 
 def order_file(directory: Directory, ordinal: int) -> str:

@@ -45,7 +45,7 @@ class _GrowingBytes:
     def __init__(self) -> None:
         self._data = np.empty(_FIRST_BYTES, np.uint8)
         self._stop = 0
-        # Small values are joined first: copying each of them costs more than its bytes.
+        # Small values, which are joined before they are copied: a copy of each costs more than its bytes.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
 
@@ -55,15 +55,15 @@ class _GrowingBytes:
 
     def append(self, data: BytesLike) -> None:
         if not isinstance(data, bytes) or len(data) > SMALL_BYTES:
-            self._settle()
+            self._join_pending()
             self._copy(data)
         else:
             self._pending.append(data)
             self._pending_bytes += len(data)
             if self._pending_bytes > _PENDING_BYTES:
-                self._settle()
+                self._join_pending()
 
-    def _settle(self) -> None:
+    def _join_pending(self) -> None:
         if self._pending:
             self._copy(b"".join(self._pending))  # may raise MemoryError
             self._pending.clear()
@@ -93,7 +93,7 @@ class _GrowingBytes:
 
     @property
     def view(self) -> npt.NDArray[np.uint8]:
-        self._settle()
+        self._join_pending()
         return self._data[: self._stop]
 
 
@@ -196,7 +196,7 @@ class Packer:
         Raises SchemaMismatchError unless the sample fits the shard and `known`, the schema of the cache.
         After any error, a MemoryError too, the shard holds what it held before.
         """
-        name, before = encoded(key), self._schema
+        name, before = encode_key(key), self._schema
         record = self._fit(record, known)
         try:
             for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
@@ -307,27 +307,27 @@ def _width(dtype: str) -> int:
     return int(digits) // 8 if digits else 1
 
 
-def encoded(key: str) -> bytes:
+def encode_key(key: str) -> bytes:
     """The bytes of a key as shards store them."""
     return key.encode("utf-8", "surrogatepass")
 
 
-def decoded(key: bytes) -> str:
+def decode_key(key: bytes) -> str:
     return key.decode("utf-8", "surrogatepass")
 
 
 def keys_of(part: Part) -> list[str]:
     """The keys of the samples in `part`."""
     if isinstance(part, Table):
-        return list(map(decoded, part.keys))
+        return list(map(decode_key, part.keys))
     return [part[0]]
 
 
 @dataclass(slots=True)
 class FirstSamples:
-    """The samples that one process has held back since `since_s`, in their order, and their `votes`.
+    """The samples that a process has held back since `since_s`, in their order, and their `votes`.
 
-    `others`: the votes of the other processes; None until they have been asked for.
+    `others`: the votes of the other processes; None until they have been read.
     """
 
     parts: list[Part] = dataclasses.field(default_factory=list)

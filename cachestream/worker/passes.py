@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.progress import PassRow
 from cachestream.storage.reservations import Owner, disk_footprint
-from cachestream.worker.job import Job, unpack_sampler
-from cachestream.worker.lister import Listings
-from cachestream.worker.order import PassPlan, all_units, check_drawn, draw_curriculum, order_file
+from cachestream.worker.job import Job
+from cachestream.worker.listings import Listings
+from cachestream.worker.order import PassPlan, order_file
+from cachestream.worker.user_order import UserOrder
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -35,26 +36,6 @@ MOST_POSITIONS: Final = 1024
 SHARES: Final = 16
 
 _UNIT_FAILURES: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
-
-
-class UserOrder:
-    """The user's sampler or curriculum, which draws the units of a pass."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._sampler: Any = None
-
-    def draw(self, ordinal: int) -> IntArray:
-        """The units of pass `ordinal` in their order."""
-        if self._sampler is None:
-            self._sampler = unpack_sampler(self._job.sampler)  # kept: its generator continues
-        job, sampler = self._job, self._sampler
-        if job.kind == "curriculum" and job.num_units is not None:
-            share = all_units(job.num_units, job.partition)
-            return draw_curriculum(sampler, share, job.num_units, seed=job.seed, ordinal=ordinal)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(ordinal)
-        return check_drawn(sampler, job.num_units, job.partition)
 
 
 def pass_is_open(state: FillState) -> bool:
@@ -77,10 +58,10 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
     return replace(plan, length=plan.share, segments=job.round_ends)
 
 
-def begin(cache: Cache, job: Job, order: UserOrder) -> bool:
+def begin_or_resume(cache: Cache, job: Job, order: UserOrder) -> bool:
     """Resume the cache's open pass if this job would begin the same one; else begin another one.
 
-    Returns False if the last pass was complete and nothing was evicted since: then another one begins only
+    Returns False if the last pass was complete and nothing was evicted since: another pass then begins only
     for units that failed.
     """
     listings = Listings(cache.directory)
@@ -104,7 +85,7 @@ def begin(cache: Cache, job: Job, order: UserOrder) -> bool:
     return not was_complete
 
 
-def go_on(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = False) -> bool:
+def begin_next(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = False) -> bool:
     """Begin the next pass if the last one is over and samples were evicted, or the listing `has_changed`.
 
     Returns False if there is nothing left to do.
@@ -121,20 +102,19 @@ def go_on(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = False
     return True
 
 
-def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
-    """True if the pass `one` is the one that the job would begin as `other`."""
-    if one.growing and not job.growing:
+def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool:
+    """True if the `last` pass is the one that the job would begin with the plan `first`."""
+    if last.growing and not job.growing:
         return False
-    if one.is_drawn and not os.path.exists(order_file(cache.directory, one.ordinal)):
+    if last.is_drawn and not os.path.exists(order_file(cache.directory, last.ordinal)):
         return False
-    if one.growing and one.num_units != 0:
+    if last.growing:
         # The pass keeps growing by the listing that it began with, complete by now or not.
-        if Listings(cache.directory).load().digest_of(one.num_units or 0) != one.listing:
+        count = last.num_units or 0
+        if count and Listings(cache.directory).load().digest_of(count) != last.listing:
             return False
-        other = replace(other, num_units=one.num_units, listing=one.listing)
-    elif one.growing:
-        other = replace(other, num_units=0, listing="")
-    plain = [replace(plan, ordinal=0, length=None, segments=(), growing=False) for plan in (one, other)]
+        first = replace(first, num_units=count, listing=last.listing)
+    plain = [replace(plan, ordinal=0, length=None, segments=(), growing=False) for plan in (last, first)]
     return plain[0] == plain[1]
 
 
@@ -223,8 +203,8 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
         owner.release()
 
 
-class NotYetError(Exception):
-    """All listed units are claimed, and the listing continues."""
+class ListingBehindError(Exception):
+    """All units listed so far are claimed, and the listing continues."""
 
 
 def block_size(length: int | None, num_workers: int) -> int:
@@ -237,10 +217,10 @@ def block_size(length: int | None, num_workers: int) -> int:
 def next_claim(
     filling: Filling, owner: str, num_workers: int, listing: StoredNames | None = None
 ) -> Assignment | None:
-    """The next run of positions for `owner`: what a dead process left first, then new ones; None at the end.
+    """Claim the next positions for `owner`, those of dead processes first; None at the end of the pass.
 
-    A pass that grows takes up what `listing` holds by now when all that it knew is claimed; raises
-    NotYetError where that is nothing.
+    When all positions of a growing pass are claimed, it is extended by the units that are in `listing` by
+    now; raises ListingBehindError if there are none.
     """
     seen = filling.open_pass()
     if seen is None:
@@ -249,18 +229,18 @@ def next_claim(
     found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers))
     if isinstance(found, PassRow):
         if PassPlan.from_json(found.plan).growing:
-            raise NotYetError
+            raise ListingBehindError
         return None
     return found
 
 
 def _growth(row: PassRow, listing: StoredNames) -> PlannedPass | None:
-    """The pass with what was listed since, if all of it is claimed and that is enough to go on with."""
+    """The pass extended by what was listed since, if all of it is claimed and enough was listed."""
     if row.next_position != row.length:
         return None
     plan = PassPlan.from_json(row.plan)
     mark = listing.look() if plan.growing else None
-    if mark is None or not plan.takes_up(mark.count, is_complete=mark.is_complete):
+    if mark is None or not plan.should_grow(mark.count, is_complete=mark.is_complete):
         return None
     plan = plan.grown(mark.count, listing.digest, is_complete=mark.is_complete)
     return PlannedPass(plan.to_json(), plan.length, plan.growing)

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -24,27 +23,25 @@ from cachestream.linux import die_with_parent
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 
 # The child has the `sys.path` of its parent, and leaves the cores to the threads of the trainer.
-_BOOT: Final = (
+_BOOTSTRAP: Final = (
     "import os, sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
     "from {module} import main; main()"
 )
 _GRACE_S: Final = 1.0
-_TURN_S: Final = 0.05
-_MOST_TURNS: Final = 200  # a process takes long to die on a busy machine
-LENGTH: Final = struct.Struct("<Q")  # of a frame
+_CHECK_S: Final = 0.05
+_MOST_CHECKS: Final = 200  # a process takes long to die on a busy machine
 EXIT_FATAL: Final = 3  # another process would fail, too
 EXIT_RESTART: Final = 4  # another process is to go on at once
 EXIT_LATER: Final = 5  # another process is to go on once the disk or the catalogue may be free
+# Errors whose cause may be gone soon.
+_MAY_PASS: Final = (CacheFullError, CacheLockedError, CatalogueDamagedError, DiskFailedError)
 STOP_S: Final = 3.0
 _NICE: Final = 5
 
 
 def import_path() -> tuple[str, ...]:
-    """The entries of `sys.path` that another process can use.
-
-    As Python does, leaves out entries that are not str.
-    """
+    """The entries of `sys.path` that another process can use, without those that are no str."""
     here, entries = _current_folder(), list[object](sys.path)
     return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
 
@@ -61,12 +58,12 @@ def start_python(
     module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start `main()` of `module` in a new Python: without inherited state, without a main guard."""
-    command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
+    command = [sys.executable, "-c", _BOOTSTRAP.format(module=module), json.dumps(sys_path), *arguments]
     # In a folder that has been removed, Python 3.13.0 cannot import its own modules.
     return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
 
 
-def begin_clean() -> None:
+def reset_inherited_state() -> None:
     """Undo what a process may inherit: ignored or blocked signals, closed standard files."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -74,7 +71,7 @@ def begin_clean() -> None:
 
 
 def have_standard_files() -> None:
-    """Open /dev/null in place of closed standard files: the next file opened would take their number."""
+    """Open /dev/null in place of closed standard files: the next file opened would take the number of one."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(fd, True)  # a Python that is started without standard error has no sys.stderr
     os.close(fd)
@@ -91,7 +88,7 @@ def detach_from_terminal() -> None:
 def end_if_forked(pid: int) -> None:
     """End this process if it is a fork of `pid` that has returned from the user's code.
 
-    It would do the work a second time.
+    Such a fork would do the work a second time.
     """
     if os.getpid() != pid:
         os.write(
@@ -101,10 +98,10 @@ def end_if_forked(pid: int) -> None:
 
 
 def reap_orphans(others: Collection[int]) -> None:
-    """Wait for adopted processes that have ended, as no other code does.
+    """Reap adopted processes that have ended, as no other code does.
 
-    Children in `others` are waited for elsewhere. Children in our own session are not adopted: each process
-    that may leave orphans has a session of its own.
+    Children in `others` are reaped elsewhere. Children in our own session are not adopted: each process that
+    may leave orphans has a session of its own.
     """
     try:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
@@ -118,11 +115,12 @@ def reap_orphans(others: Collection[int]) -> None:
 
 
 class EndedSessions:
-    """The sessions of processes that have ended; what they have started there ends with them.
+    """The sessions of processes that have ended; their other members are ended, too.
 
-    It gets SIGTERM, and SIGKILL a moment later: the resource tracker of multiprocessing first removes what a
-    session has left in /dev/shm. While a process with the id of a leader exists, it may be an unrelated one;
-    once there is none, the id cannot be reused as long as its session has a member.
+    A member gets SIGTERM, and SIGKILL a moment later: the resource tracker of multiprocessing first removes
+    what a session has left in /dev/shm. A session is left alone while a process has the id of its leader, as
+    that may be an unrelated process. Once no process has it, the id is not reused while the session has a
+    member.
     """
 
     def __init__(self, leaders: Collection[int] = ()) -> None:
@@ -151,14 +149,14 @@ class EndedSessions:
         self._asked_s = {pid: asked_s for pid, asked_s in self._asked_s.items() if pid in sessions}
         return bool(self._leaders)
 
-    def wait(self, turns: int = _MOST_TURNS) -> None:
-        """Wait until nothing is left, the leaders too.
+    def wait(self, checks: int = _MOST_CHECKS) -> None:
+        """Wait until the leaders and all members are gone, or for `checks` times 50 ms.
 
-        Counts turns of 50 ms, not time: this process may be stopped meanwhile.
+        Counts checks, not time: this process may be stopped meanwhile.
         """
-        while turns > 0 and self.end_members():
-            turns -= 1
-            time.sleep(_TURN_S)
+        while checks > 0 and self.end_members():
+            checks -= 1
+            time.sleep(_CHECK_S)
 
 
 def _sessions() -> dict[int, int]:
@@ -175,30 +173,20 @@ def _sessions() -> dict[int, int]:
 
 def write_frame(stream: IO[bytes], value: Any) -> None:
     """Send one value through a pipe."""
-    stream.write(frame(value))
+    pickle.dump(value, stream)
     stream.flush()
-
-
-def frame(value: Any) -> bytes:
-    """Encode `value` for `read_frame`."""
-    data = pickle.dumps(value)
-    return LENGTH.pack(len(data)) + data
 
 
 def read_frame(stream: IO[bytes]) -> Any:
     """Receive one value; raises EOFError if the other side is gone."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        raise EOFError("the pipe was closed")
-    (length,) = LENGTH.unpack(head)
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError("the pipe was closed")
-    return pickle.loads(data)  # noqa: S301  sent by our own parent or child through a pipe
+    try:
+        return pickle.load(stream)  # noqa: S301  sent by our own parent or child through a pipe
+    except pickle.UnpicklingError as error:  # only a part of it came
+        raise EOFError("the pipe was closed") from error
 
 
-def live_with_parent(stop: threading.Event | None = None) -> Any:
-    """Tie this process to the supervisor: die with it, and set `stop` when the supervisor asks for that.
+def tie_to_supervisor(stop: threading.Event | None = None) -> Any:
+    """Tie this process to the supervisor: die with it, and set `stop` when the supervisor asks to stop.
 
     Without `stop` the process then ends at once. Returns the arguments that the supervisor sends first.
     """
@@ -236,21 +224,16 @@ def _restore_signals() -> None:
 def exit_code(
     work: Callable[[], None], fatal: type[Exception], restart: tuple[type[Exception], ...] = ()
 ) -> int:
-    """Do `work`, and print its error if it has one; return the exit code that tells the supervisor of it.
+    """Do `work`; return the exit code for the supervisor, after printing the error if there is one.
 
-    Errors of the class `fatal` would come again in another process; after those of `restart` another process
-    is to go on at once.
+    An error of the class `fatal` would come again in another process. After one of the classes `restart`,
+    another process is to go on at once.
     """
     try:
         work()
     except restart:
         return EXIT_RESTART
-    except (
-        CacheFullError,
-        CacheLockedError,
-        CatalogueDamagedError,
-        DiskFailedError,
-    ) as error:  # may be over soon
+    except _MAY_PASS as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_LATER
     except BaseException as error:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
@@ -259,7 +242,7 @@ def exit_code(
     return 0
 
 
-def end_now(code: int) -> None:
+def exit_now(code: int) -> None:
     """End the process without waiting for its threads, which may hang in a dead connection."""
     sys.stdout.flush()
     sys.stderr.flush()

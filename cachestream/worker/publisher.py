@@ -1,4 +1,4 @@
-"""Publishing beside packing: a thread publishes full shards, each with the progress of its units."""
+"""The open shard and its publication, by a thread, while the next shard is packed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent import futures
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
@@ -25,7 +26,7 @@ from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.encode import Table
 from cachestream.worker.job import Job
 from cachestream.worker.order import END
-from cachestream.worker.packer import Packer, Part
+from cachestream.worker.packer import Packer, Part, encode_key
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -40,39 +41,37 @@ class StartAgainError(Exception):
     """The open shard does not fit the cache any more: a new process is to read its samples again."""
 
 
-class Tally:
+class PendingProgress:
     """The progress of units since the last commit, to be committed with the open shard."""
 
     def __init__(self) -> None:
         self._claims: dict[int, tuple[int, int]] = {}
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
-        self.settled: list[int] = []
+        self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
+        self.cleared_suspects: list[int] = []  # positions that were read without a crash, or given up
         # Samples that were packed, dropped or skipped, and units that failed without killing a process.
         self.done = 0
-        self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._claims or self._failures)
+    def is_empty(self) -> bool:
+        return not self._claims and not self._failures
 
     @property
     def spans(self) -> list[Span]:
         """The samples of the open shard, with those that were dropped or skipped."""
         return [Span(start, stop) for start, stop in self._spans]
 
-    def passed(self, claim_id: int, position: int, start: int, stop: int) -> None:
+    def add_samples(self, claim_id: int, position: int, start: int, stop: int) -> None:
         """Note that the samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
         self._claims[claim_id] = (position, stop)
         self.done += stop - start
         self._extend((position, start), (position, stop))
 
-    def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
-        """Note that the unit at `position` is done.
+    def finish_unit(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
+        """Note that the unit at `position` is done, and has no further samples in the ranges `rest`.
 
-        `rest`: ranges of offsets in which the unit has no further samples.
-
-        The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span
-        over samples in another shard would hide their loss when that shard is evicted.
+        The open shard counts as holding these ranges of offsets besides the added samples, and no others: a
+        span over samples in another shard would hide their loss when that shard is evicted.
         """
         self._claims[claim_id] = (position + 1, 0)
         for start, stop in rest:
@@ -84,7 +83,7 @@ class Tally:
         else:
             self._spans.append([start, stop])
 
-    def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
+    def count_skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
         """Count samples that were skipped because of `error`.
 
         Most messages begin with the place ("s3://bucket/a.jpg: truncated"). The place becomes the example, so
@@ -99,34 +98,54 @@ class Tally:
         before, first = self._failures.get((kind, reason), (0, example))
         self._failures[kind, reason] = (before + count, first)
 
-    def progress(self, pass_id: int) -> UnitProgress:
+    def for_pass(self, pass_id: int) -> UnitProgress:
+        """The progress as it is committed."""
         failures = tuple(
             FailureRow(kind, reason, count, example)
             for (kind, reason), (count, example) in self._failures.items()
         )
         claims = tuple((claim_id, *done) for claim_id, done in self._claims.items())
-        return UnitProgress(pass_id, claims, tuple(self.settled), failures)
+        return UnitProgress(pass_id, claims, tuple(self.cleared_suspects), failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdout:
+    """The `share` of the samples that is held out, in shards of their own; None if none are.
+
+    `comes_once`: each sample comes at most once in the pass. `is_full`: held-out samples take all of their
+    part of the limit.
+    """
+
+    share: float | None = None
+    comes_once: bool = True
+    is_full: bool = False
+
+    def split_of(self, key: bytes) -> int:
+        """The split of the sample `key`; WHOLE where no samples are held out."""
+        if self.share is None:
+            return WHOLE
+        return HELD_OUT if is_held_out(key, self.share) else TRAIN
 
 
 class OpenShard:
     """Samples that are not published yet, and the progress to be committed with them.
 
-    The packers are those of an earlier shard, whose memory is used again.
+    The packers are those of an earlier shard, whose memory is used again: `packer` for all samples, or for
+    those of the train split, and `held_out` for the others.
     """
 
     def __init__(self, packer: Packer, held_out: Packer) -> None:
         self.packer, self.held_out = packer, held_out
-        # The share of the samples that is held out, in a shard of their own; None if none are.
-        self.holdout: float | None = None
+        self.holdout = Holdout()
         # The splits of which samples were left out because other shards hold them.
-        self.elsewhere: set[int] = set()
-        self.tally = Tally()
+        self.left_out: set[int] = set()
+        self.progress = PendingProgress()
         self.row: PassRow | None = None
         self.since_s: float | None = None
 
     @property
-    def has_news(self) -> bool:
-        return bool(self.num_samples) or self.tally.has_news
+    def is_empty(self) -> bool:
+        return not self.num_samples and self.progress.is_empty
 
     @property
     def num_samples(self) -> int:
@@ -142,36 +161,30 @@ class OpenShard:
         packer = self.packer if self.packer.num_samples else self.held_out
         return packer.schema if packer.num_samples else None
 
-    def split_of(self, key: bytes) -> int:
-        """The split of the sample `key`; WHOLE where no samples are held out."""
-        if self.holdout is None:
-            return WHOLE
-        return HELD_OUT if is_held_out(key, self.holdout) else TRAIN
-
     def pack(self, part: Part, known: Schema | None) -> None:
         """Add `part`, each sample to the shard of its split; raises as `Packer.take`."""
-        if self.holdout is None:
+        if self.holdout.share is None:
             self.packer.take(part, known)
         elif isinstance(part, Table):
-            splits = [self.split_of(key) for key in part.keys]
+            splits = [self.holdout.split_of(key) for key in part.keys]
             for split, packer in ((TRAIN, self.packer), (HELD_OUT, self.held_out)):
                 if rows := [row for row, one in enumerate(splits) if one == split]:
                     packer.take(part.take(rows), known)
         else:
-            is_out = self.split_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
-            (self.held_out if is_out else self.packer).take(part, known)
+            split = self.holdout.split_of(encode_key(part[0]))
+            (self.held_out if split == HELD_OUT else self.packer).take(part, known)
 
     def contents(self, fill: dict[str, Any]) -> list[ShardContent]:
-        """The shards to be published together: one, or one for each split."""
-        if self.holdout is None:
-            return [self.packer.content(fill)]
+        """The shards to be published together: none, one, or one for each split."""
+        if self.holdout.share is None:
+            return [self.packer.content(fill)] if self.packer.num_samples else []
         packers = {HELD_OUT: self.held_out, TRAIN: self.packer}
         packers = {split: packer for split, packer in packers.items() if packer.num_samples}
         found = []
         for split, packer in packers.items():
-            is_whole = len(packers) == 1 and not self.elsewhere - {split}
+            is_whole = len(packers) == 1 and not self.left_out - {split}
             entries = {
-                "holdout": self.holdout,
+                "holdout": self.holdout.share,
                 "held_out": packer.num_samples if split == HELD_OUT else 0,
                 "part": WHOLE if is_whole else split,
             }
@@ -179,14 +192,14 @@ class OpenShard:
         return found
 
 
-class Outbox:
+class BackgroundPublisher:
     """Publishes one shard at a time, in the order they are sent, so that progress only moves forward."""
 
     def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self.publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner)
-        self._thread = ThreadPoolExecutor(1, "publish")
-        self._sent: Future[None] | None = None
+        self.storage = Publisher(cache.directory, cache.catalogue, cache.reservations, owner)
+        self._thread = futures.ThreadPoolExecutor(1, "publish")
+        self._sent: futures.Future[None] | None = None
         self._spare = Packer(), Packer()  # of the shard before the one that is being published
         self._gave_up = False
         self.published = 0
@@ -198,97 +211,79 @@ class Outbox:
         Waits until the shard before is published, and raises its error: CacheError (CatalogueReplacedError)
         or StartAgainError.
         """
-        self.settle()
+        self.wait()
         empty = OpenShard(*self._spare)
         self._spare = shard.packer, shard.held_out
-        self._sent = self._thread.submit(self._publish_or_commit, shard)
+        self._sent = self._thread.submit(self._publish, shard)
         return empty
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until nothing is being published; raises the error of the last shard."""
         while self._sent is not None:
             self._slot["beat_s"] = time.monotonic()
             # Not result(timeout=…): a TimeoutError of the disk (ETIMEDOUT) would look like its own.
-            if wait([self._sent], timeout=BEAT_S).done:
+            if futures.wait([self._sent], timeout=BEAT_S).done:
                 self._sent.result()
                 self._sent = None
 
-    def _publish_or_commit(self, shard: OpenShard) -> None:
+    def _publish(self, shard: OpenShard) -> None:
         begun_s = time.monotonic()
         assert shard.row is not None
         if self._gave_up:
             return  # later progress would pass over the shard that was given up
+        spans = shard.progress.spans
+        fill = {"source": self._job.fingerprint, "plan": shard.row.plan, "length": shard.row.length}
+        contents = shard.contents({**fill, "spans": [[*span.start, *span.stop] for span in spans]})
         try:
-            if shard.num_samples:
-                self._publish(shard, shard.row)
-            else:
-                self._commit(shard, shard.row)
+            self._commit(contents, spans, shard.progress.for_pass(shard.row.id))
         except SchemaMismatchError as error:
             # Another process published samples of another schema first: the samples of this shard do not fit,
             # and samples that were skipped because of them may fit.
             raise StartAgainError from error
         except SampleError as error:
-            shard.tally.skipped("sample", error, "the only sample of a shard", shard.num_samples)
-            self._commit(shard, shard.row)
+            shard.progress.count_skipped("sample", error, "the only sample of a shard", shard.num_samples)
+            self._commit([], spans, shard.progress.for_pass(shard.row.id))
         self.schema = self._cache.schema
         if not self._gave_up:
-            self._slot["committed"] += shard.tally.done
+            self._slot["committed"] += shard.progress.done
         shard.packer.clear()
         shard.held_out.clear()
         self._slot["publish_s"] += time.monotonic() - begun_s
 
-    def _publish(self, shard: OpenShard, row: PassRow) -> None:
-        """Write the shard as soon as there is space; not at all if the process is stopped before that."""
-        spans, progress = shard.tally.spans, shard.tally.progress(row.id)
-        fill = {"source": self._job.fingerprint, "plan": row.plan, "length": row.length}
-        contents = shard.contents({**fill, "spans": [[*span.start, *span.stop] for span in spans]})
-        may_evict = self._job.when_full == "evict"
+    def _commit(self, contents: list[ShardContent], spans: list[Span], progress: UnitProgress) -> None:
+        """Publish `contents` with `progress` as soon as there is space, unless the process stops before that.
 
-        def publish() -> bool:
-            return self.publisher.publish(contents, spans, progress, may_evict=may_evict) is not None
-
-        def check() -> None:
-            for content in contents:
-                self._check_fits(content)
-
-        if self._retry_until_space(publish, check):
-            self.published += 1
-            self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
-
-    def _commit(self, shard: OpenShard, row: PassRow) -> None:
-        progress = shard.tally.progress(row.id)
-
-        def commit() -> bool:
-            self.publisher.commit(progress)
-            return True
-
-        self._retry_until_space(commit, lambda: None)
-
-    def _retry_until_space(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Try until there is space; False if stopped before that.
-
-        `check` raises if there can never be enough space.
+        Raises if there can never be enough space.
         """
         wait_s, longest_s = _SPACE_WAITS_S
-        while True:
-            self._slot["state"] = WRITING
-            refusal = ""
-            try:
-                if attempt():
-                    return True
-            # Both are treated like a lack of space: they may be over soon.
-            except (CacheFullError, DiskFailedError) as error:
-                refusal = str(error)
-            finally:
-                self._show_refusal(refusal)
-            check()
+        while not self._try(contents, spans, progress):
+            for content in contents:
+                self._check_fits(content)
             self._slot["state"] = NO_SPACE
             begun_s = time.monotonic()
             if self._wait_for_space(begun_s + wait_s):
                 self._gave_up = True
-                return False
+                return
             self._slot["space_wait_s"] += time.monotonic() - begun_s
             wait_s = min(longest_s, 2 * wait_s)
+        self.published += bool(contents)
+        self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
+
+    def _try(self, contents: list[ShardContent], spans: list[Span], progress: UnitProgress) -> bool:
+        """Publish once; False if there is no space, or the disk fails: either may be over soon."""
+        self._slot["state"] = WRITING
+        refusal = ""
+        try:
+            if contents:
+                may_evict = self._job.when_full == "evict"
+                return self.storage.publish(contents, spans, progress, may_evict=may_evict) is not None
+            self.storage.commit(progress)
+            return True
+        except (CacheFullError, DiskFailedError) as error:
+            refusal = str(error)
+            return False
+        finally:
+            self._show_refusal(refusal)
 
     def _wait_for_space(self, until_s: float) -> bool:
         """Wait until `until_s`, or until an epoch begins or ends, which may make room.
@@ -306,7 +301,7 @@ class Outbox:
     def _show_refusal(self, refusal: str) -> None:
         """Show the error of the disk on the board, which needs no space, and once in the log."""
         if refusal and not self._slot["refusal"]:
-            sys.stderr.write(f"{refusal}; it is tried again until then\n")
+            sys.stderr.write(f"{refusal}; trying again\n")
         self._slot["refusal"] = board_text(refusal)
 
     def _check_fits(self, content: ShardContent) -> None:

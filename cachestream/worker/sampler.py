@@ -1,7 +1,6 @@
-"""A sampling process: it claims, fetches, transforms, packs and publishes until the pass is over.
+"""A sampling process: it claims units, fetches, transforms, packs and publishes until the pass is over.
 
-All that a sampling process has done is in the catalogue, or did not happen: the process may be killed at any
-point.
+The process may be killed at any point: what it has not committed to the catalogue, another one does again.
 """
 
 from __future__ import annotations
@@ -31,13 +30,15 @@ from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, 
 from cachestream.worker.cached_units import KnownOrders
 from cachestream.worker.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.job import Job, Payload, load_shared, unpack
-from cachestream.worker.lister import Listings, keep_names
+from cachestream.worker.listings import Listings, keep_names
 from cachestream.worker.order import PassPlan
-from cachestream.worker.passes import NotYetError, next_claim
-from cachestream.worker.processes import end_now, exit_code, live_with_parent
+from cachestream.worker.passes import ListingBehindError, next_claim
+from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 from cachestream.worker.publisher import BEAT_S, StartAgainError
-from cachestream.worker.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
-from cachestream.worker.unit_reader import Unit, UnitRead, UnitReader, UnitState
+from cachestream.worker.sample_encoder import QuarantinedError, SampleEncoder
+from cachestream.worker.shard_writer import ShardWriter
+from cachestream.worker.unit_reader import UnitReader
+from cachestream.worker.units import Unit, UnitRead
 
 BUFFER_BYTES: Final = 64 * 2**20
 QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of
@@ -49,9 +50,9 @@ _QUIET_S: Final = 5.0  # without a byte: then the board says so
 class Sampler:
     """Fills the cache from one process: `slot` of the board, `owner` in the catalogue.
 
-    A unit goes from `_todo` to the fetcher (see UnitState), and is finished in its turn. A suspect, which may
-    have killed a process, is read alone: the next death tells which unit has caused it. Units that the remote
-    refused are held back until others come: if it refuses many in a row, none of them is done.
+    A unit goes from `_todo` to the fetcher (see UnitState), and is finished in its turn. A suspect, a unit
+    that may have killed a process, is read alone, so that the next death has one cause. Units that the remote
+    refused are held back until others come: if the remote refuses many in a row, none of them is done.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Sampler:
         self._todo: deque[UnitRead] = deque()
         self._listing = stored_names(payload.source)
         self._claim_at_s = 0.0  # the time of the next claim; infinite once nothing is left to claim
-        self._alone: UnitRead | None = None  # the suspect that is read
+        self._read_alone: UnitRead | None = None  # the suspect that is being read
         self._suspects: dict[int, Suspect] = {}
         self._refused: list[UnitRead] = []
-        self._heard_s, self._heard_bytes = time.monotonic(), 0
+        self._arrived_s, self._arrived_bytes = time.monotonic(), 0
 
     def run(self) -> None:
         """Work until all units are claimed and done, or until told to stop.
@@ -83,13 +84,13 @@ class Sampler:
         """
         try:
             while not self._stop.is_set():
-                self._beat(self._fetching())
+                self._beat(self._fetch_state())
                 self._refill()
                 if not len(self._fetcher) and not self._todo and self._claim_at_s == math.inf:
-                    self._settle_last_refused()
+                    self._skip_last_refused()
                     break
                 self._step()
-            self._writer.settle()
+            self._writer.publish_all()
         finally:
             self._fetcher.stop()
         self._owner.release()
@@ -100,16 +101,13 @@ class Sampler:
         self._slot["fetch_wait_s"] += time.monotonic() - begun_s
         if delivery is not None:
             self._deliver(delivery)
-            self._heard_s = time.monotonic()
+            self._arrived_s = time.monotonic()
         self._tuner.tick(self._reader.meter.take_throttled)
         self._put_aside_stalled()
         self._writer.flush_if_due()
 
-    def _fetching(self) -> int:
-        """The state of the process while it waits for the next unit.
-
-        Shows on the board which unit does not answer.
-        """
+    def _fetch_state(self) -> int:
+        """The state of the process while it waits for the next unit; shows a stalled unit on the board."""
         stalls, all_wait = self._fetcher.stalls()
         quiet = "" if stalls else self._quiet_message()
         self._slot["silence"] = board_text(stalls[0].reason if stalls else quiet)
@@ -118,9 +116,9 @@ class Sampler:
     def _quiet_message(self) -> str:
         """A message if the next unit has brought nothing for long and no attempt has failed; else ""."""
         now_s, fetched, unit_read = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
-        if unit_read is None or fetched != self._heard_bytes:
-            self._heard_s, self._heard_bytes = now_s, fetched
-        silent_s = now_s - self._heard_s
+        if unit_read is None or fetched != self._arrived_bytes:
+            self._arrived_s, self._arrived_bytes = now_s, fetched
+        silent_s = now_s - self._arrived_s
         if unit_read is None or silent_s < _QUIET_S:
             return ""
         return f"nothing has come for {silent_s:.0f} s, next is unit {unit_read.unit.number}"
@@ -128,17 +126,17 @@ class Sampler:
     def _put_aside_stalled(self) -> None:
         """Put the next unit aside if it has not answered for long.
 
-        It gets a claim of its own before, so that progress behind it can be committed.
+        The unit gets a claim of its own before, so that progress behind it can be committed.
         """
         unit_read = self._fetcher.awaited
         if unit_read is None or not unit_read.is_stalled(time.monotonic(), self._job.hang_timeout_s):
             return
         if not unit_read.has_own_claim and not self._refused:
-            self._writer.settle()
+            self._writer.publish_all()
             if not self._stop.is_set():  # a stop may have given up a shard that comes before the unit
                 unit_read.claim_id = self._writer.split_claim(unit_read)
         if unit_read.has_own_claim and self._fetcher.put_aside(unit_read):
-            self._end_alone(unit_read)
+            self._end_read_alone(unit_read)
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state
@@ -147,7 +145,7 @@ class Sampler:
     # --- intake
 
     def _refill(self) -> None:
-        while self._alone is None and len(self._fetcher) < _WINDOW * self._job.concurrency:
+        while self._read_alone is None and len(self._fetcher) < _WINDOW * self._job.concurrency:
             if not self._todo and time.monotonic() >= self._claim_at_s:
                 self._claim()
             if not self._todo or not self._submit():
@@ -160,7 +158,7 @@ class Sampler:
             assignment = next_claim(
                 self._cache.filling, self._owner.name, self._job.num_workers, self._listing
             )
-        except (NotYetError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
+        except (ListingBehindError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
             self._claim_at_s = time.monotonic() + BEAT_S
             return
         # Another supervisor may have begun another pass, if this process has outlived its own supervisor.
@@ -168,7 +166,7 @@ class Sampler:
             self._claim_at_s = math.inf
             return
         if before is not None and assignment.row.plan != before.row.plan:
-            self._writer.settle()  # the pass has grown: all positions of a shard are of one plan
+            self._writer.publish_all()  # the pass has grown: all positions of a shard are of one plan
         self._assignment = assignment
         self._writer.row = assignment.row
         self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
@@ -196,51 +194,50 @@ class Sampler:
     def _submit(self) -> bool:
         """Submit the next units to the fetcher; False if no more can be submitted for now."""
         group: list[UnitRead] = []
-        while self._todo and len(group) < self._job.concurrency and self._alone is None:
+        while self._todo and len(group) < self._job.concurrency and self._read_alone is None:
             unit_read = self._todo[0]
             suspect = self._suspects.get(unit_read.unit.position)
             if suspect is not None and suspect.deaths >= QUARANTINE_AT:
-                unit_read.error = QuarantinedError(f"reading it {suspect.reason}, again and again")
-                unit_read.state = UnitState.FINISHED
+                unit_read.leave_out(QuarantinedError(f"reading it {suspect.reason}, again and again"))
             elif suspect is not None and not unit_read.finished:
                 self._fetcher.hold(True)
                 if group or not self._fetcher.is_idle:
                     break
-                self._writer.settle()  # the progress of other units must not be lost with this one
-                self._alone = unit_read
+                self._writer.publish_all()  # the progress of other units must not be lost with this one
+                self._read_alone = unit_read
             group.append(self._todo.popleft())
         self._fetcher.submit(group)
-        return bool(group) and self._alone is None
+        return bool(group) and self._read_alone is None
 
     # --- delivery
 
     def _deliver(self, delivery: Delivery) -> None:
         unit_read = delivery.unit_read
         for chunk in delivery.chunks:
-            self._settle_refused()
+            self._skip_refused()
             self._beat(FETCHING)
             if not self._encoder.add(unit_read, chunk):
-                return  # told to stop: another process will read the rest again
+                return  # the process is to stop: another one will read the rest again
         if delivery.finished and not self._gave_up(unit_read):
             self._finish(unit_read)
 
     def _finish(self, unit_read: UnitRead) -> None:
-        self._end_alone(unit_read)
+        self._end_read_alone(unit_read)
         if _is_refusal(unit_read.error) or (unit_read.unit.is_cached and self._refused):
             self._hold_back(unit_read)
             return
         if not unit_read.unit.is_cached:
             self._tuner.unit_came()
-            self._settle_refused()
+            self._skip_refused()
         self._finish_now(unit_read)
 
     def _finish_now(self, unit_read: UnitRead) -> None:
         self._encoder.finish(unit_read, was_suspect=unit_read.unit.position in self._suspects)
 
-    def _end_alone(self, unit_read: UnitRead) -> None:
+    def _end_read_alone(self, unit_read: UnitRead) -> None:
         """Submit further units again if `unit_read`, which is finished or put aside, was read alone."""
-        if unit_read is self._alone:
-            self._alone = None
+        if unit_read is self._read_alone:
+            self._read_alone = None
             self._fetcher.hold(False)
 
     def _hold_back(self, unit_read: UnitRead) -> None:
@@ -250,25 +247,25 @@ class Sampler:
         if len(errors) >= _FATAL_REFUSALS:
             raise WorkerError(f"{len(errors)} units in a row cannot be read, the last one: {errors[-1]}")
 
-    def _settle_refused(self) -> None:
-        """Skip the refused units, each for its own reason, as the remote does answer."""
+    def _skip_refused(self) -> None:
+        """Skip the refused units, each for its own reason, as the remote answers for others."""
         for unit_read in self._refused:
             self._finish_now(unit_read)
         self._refused.clear()
 
-    def _settle_last_refused(self) -> None:
+    def _skip_last_refused(self) -> None:
         if not self._refused:
             return
-        self._writer.settle()
+        self._writer.publish_all()
         if not self._cache.num_samples:
             error = self._refused[-1].error or self._refused[0].error
             raise WorkerError(
                 f"nothing could be read, {len(self._refused)} units refused, the last one: {error}"
             )
-        self._settle_refused()
+        self._skip_refused()
 
     def _gave_up(self, unit_read: UnitRead) -> bool:
-        """True if reading was only given up because of the stop: the unit is not done."""
+        """True if reading ended only because the process is to stop: the unit is not done."""
         return self._stop.is_set() and isinstance(unit_read.error, SourceUnavailableError)
 
 
@@ -280,14 +277,14 @@ def _is_refusal(error: BaseException | None) -> bool:
 def main() -> None:
     """The main of the process: its job comes through stdin, whose end means stop."""
     stop = threading.Event()
-    job_fd, index, owner = live_with_parent(stop)
+    job_fd, index, owner = tie_to_supervisor(stop)
     name_process(f"cs-sampler-{index}")
     job = load_shared(job_fd)
     slot = Board(Directory(job.root).worker_file("board")).slot(index)
     slot["pid"], slot["state"], slot["beat_s"] = os.getpid(), STARTING, time.monotonic()
 
     def work() -> None:
-        payload = unpack(job.payload)
+        payload: Payload = unpack(job.payload)
         cache = Cache(job.root, eviction=payload.eviction)
         if (source := as_incremental(payload.source)) is not None:
             payload = replace(payload, source=source.over(Listings(cache.directory).load()))
@@ -303,4 +300,4 @@ def main() -> None:
 
     code = exit_code(work, fatal=WorkerError, restart=(StartAgainError, CatalogueReplacedError))
     slot["state"] = ENDED  # tells an orderly end from one caused by a sample or a signal
-    end_now(code)
+    exit_now(code)

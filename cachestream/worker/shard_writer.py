@@ -1,29 +1,24 @@
-"""Samples into the open shard: transformed, split, packed, and handed over for publication."""
+"""Encoded samples into the open shard, which is sent for publication when it is full or old."""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from cachestream.config import with_generator
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
-from cachestream.schema import HELD_OUT, WHOLE, Schema
+from cachestream.schema import Schema
 from cachestream.storage.progress import PassRow
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import bounds
-from cachestream.worker.encode import SampleChunk, Table, runs, to_record
+from cachestream.worker.encode import Table
 from cachestream.worker.job import Job
-from cachestream.worker.order import PassPlan, gaps, is_covered
-from cachestream.worker.packer import FirstSamples, Packer, Part, decoded, encoded, keys_of, majority
-from cachestream.worker.processes import end_if_forked
-from cachestream.worker.publisher import BEAT_S, OpenShard, Outbox, check_size
-from cachestream.worker.unit_reader import Unit, UnitRead, sample_generator
+from cachestream.worker.order import PassPlan
+from cachestream.worker.packer import FirstSamples, Packer, Part, keys_of, majority
+from cachestream.worker.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
+from cachestream.worker.units import UnitRead
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -36,7 +31,7 @@ _AGE_GROWTH: Final = 0.02  # of the time since the start: in a large cache fresh
 _RAMP_S: Final = 10.0
 _FATAL_FAILURES: Final = 1000
 _RAMP_SHARDS: Final = 40  # after so many shards their size does not grow any more
-_MOST_HELD_OUT: Final = 0.5  # of the limit
+MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
 def target_bytes(published: int, shard_bytes: int, share_bytes: int) -> int:
@@ -55,72 +50,10 @@ def max_age_s(elapsed_s: float) -> float:
     return min(LONGEST_AGE_S, max(young, _AGE_GROWTH * elapsed_s))
 
 
-def is_due(size_bytes: int, age_s: float, target: int, elapsed_s: float) -> bool:
-    """True if an open shard of `size_bytes`, whose first sample came `age_s` ago, is to be published."""
-    return size_bytes >= target or age_s >= max_age_s(elapsed_s)
-
-
-class QuarantinedError(SampleError):
-    """A unit that has killed the process too often."""
-
-
-class Transform:
-    """The user's transform; the board shows the position of the sample that it works on."""
-
-    def __init__(self, function: Callable[..., Any], slot: Slot) -> None:
-        self._function, self._slot, self._pid = with_generator(function), slot, os.getpid()
-
-    def __call__(self, sample: Any, plan: PassPlan, unit: Unit, offset: int) -> Any:
-        slot, begun_s = self._slot, time.monotonic()
-        slot["alone"], slot["beat_s"] = unit.position + 1, begun_s
-        try:
-            return self._function(sample, lambda: sample_generator(plan, unit.number, offset))
-        finally:
-            end_if_forked(self._pid)
-            slot["alone"] = 0
-            slot["transform_s"] += time.monotonic() - begun_s
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """The `share` of the samples that is held out, or None.
-
-    `comes_once`: each sample comes at most once in the pass. `has_enough`: held-out samples take all of their
-    share of the limit.
-    """
-
-    share: float | None = None
-    comes_once: bool = True
-    has_enough: bool = False
-
-
-def held_out_now(cache: Cache, plan: PassPlan | None, limit_bytes: int) -> HeldOut:
-    share, held_out_bytes = held_out_share(cache)
-    comes_once = plan is not None and plan.is_permutation and plan.length is not None
-    # Held-out samples that are drawn again and again would fill any space.
-    most = _MOST_HELD_OUT if comes_once else min(share or 0.0, _MOST_HELD_OUT)
-    return HeldOut(share, comes_once, held_out_bytes > most * limit_bytes)
-
-
-class SizeLimit:
-    """The limit of the cache, `nbytes`, as of the last second: it may be changed meanwhile."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache, self._until_s, self.nbytes = cache, -math.inf, 0
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read the limit, unless it was read within the last second."""
-        now_s = time.monotonic()
-        if now_s > self._until_s:
-            self.nbytes, self._until_s = self._cache.size_limit, now_s + 1.0
-            bounds.limit_to(self.nbytes)
-
-
 class ShardWriter:
-    """Packs samples into the `open` shard, and hands it over when it is full or old.
+    """Packs samples into the `open` shard, and sends it for publication when it is full or old.
 
-    `row` and `plan` are those of the current pass. `held_out` is the rule by which the open shard was begun.
+    `row` and `plan` are those of the current pass.
     """
 
     def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
@@ -128,29 +61,28 @@ class ShardWriter:
         self.plan: PassPlan | None = None
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
         self._owner = owner
-        self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
+        self._publisher = BackgroundPublisher(job, cache, slot, owner=owner, stop=stop)
         self.open = OpenShard(Packer(), Packer())
-        self._first = FirstSamples() if self._outbox.schema is None else None
-        self._limit = SizeLimit(cache)
-        self.held_out = HeldOut()
+        self._first = FirstSamples() if self._publisher.schema is None else None
         self._started_s = time.monotonic()
+        self._limit_bytes, self._limit_until_s = 0, -math.inf
+        self.limit_bytes()  # before anything is read: it bounds the size of objects
 
     @property
     def _schema(self) -> Schema | None:
         """The schema that samples have to fit: of the cache, or else of the open shard."""
-        return self._outbox.schema or self.open.schema
+        return self._publisher.schema or self.open.schema
 
     def take(self, part: Part, nbytes: int) -> None:
         """Pack `part`, or hold it back while the schema of the cache is undecided."""
         if self.is_large(nbytes):
             try:
-                check_size(nbytes, self._limit.nbytes)
+                check_size(nbytes, self.limit_bytes())
             except SampleError as error:
                 self.skip("sample", error, keys_of(part)[0])
                 return
             self.flush()
             self.begin_shard()
-            self.open.holdout = self.held_out.share
         if self._first is None:
             self._pack(part)
         else:
@@ -158,7 +90,15 @@ class ShardWriter:
 
     def is_large(self, nbytes: int) -> bool:
         """True if a sample needs a shard of its own: an open shard holds up to an eighth of the limit."""
-        return nbytes > self._limit.nbytes // 4
+        return nbytes > self.limit_bytes() // 4
+
+    def limit_bytes(self) -> int:
+        """The limit of the cache as of the last second: it may be changed meanwhile."""
+        now_s = time.monotonic()
+        if now_s > self._limit_until_s:
+            self._limit_bytes, self._limit_until_s = self._cache.size_limit, now_s + 1.0
+            bounds.limit_to(self._limit_bytes)
+        return self._limit_bytes
 
     def _pack(self, part: Part) -> None:
         """Add `part` to the open shard; count samples that do not fit as skipped."""
@@ -173,7 +113,7 @@ class ShardWriter:
     def skip(self, kind: str, error: BaseException, example: str) -> None:
         """Count a sample or unit as skipped; raises WorkerError if none of the first can be used."""
         lost = error.lost if isinstance(error, SampleError) else 1
-        self.open.tally.skipped(kind, error, example, lost)
+        self.open.progress.count_skipped(kind, error, example, lost)
         self._slot["failures"] += lost if kind != "quarantined" else 0
         has_failed = (
             self._slot["failures"] >= _FATAL_FAILURES and not self._slot["samples"] + self._slot["dropped"]
@@ -205,14 +145,14 @@ class ShardWriter:
         if self._first is not None and self._first.parts:
             first = self._first
             self._vote(first)
-            self._outbox.schema, self._first = self._outbox.schema or majority(first.all_votes), None
+            self._publisher.schema, self._first = self._publisher.schema or majority(first.all_votes), None
             for part in first.parts:
                 self._pack(part)
 
     def _vote(self, first: FirstSamples) -> None:
         """Record the votes of this process, and read those of the others and the schema of the cache."""
         first.others = self._cache.filling.vote(self._owner, first.votes)
-        self._outbox.schema = self._cache.schema
+        self._publisher.schema = self._cache.schema
 
     def make_room(self) -> int:
         """Begin a new shard if the open one is full.
@@ -226,55 +166,55 @@ class ShardWriter:
             self.flush()
             target_bytes = self._target_bytes()
         self.begin_shard()
-        if not self.open.num_samples:
-            # For each shard: shards may come faster than the limit is read.
-            self.held_out = held_out_now(self._cache, self.plan, self._limit.nbytes)
-            self.open.holdout = self.held_out.share
         return target_bytes - self.open.size_bytes
 
     def _target_bytes(self, published: int | None = None) -> int:
-        self._limit.refresh()
-        share_bytes = self._limit.nbytes // self._job.num_workers
-        published = self._outbox.published if published is None else published
+        share_bytes = self.limit_bytes() // self._job.num_workers
+        published = self._publisher.published if published is None else published
         return target_bytes(published, self._job.shard_bytes, share_bytes)
 
     def begin_shard(self) -> None:
-        """Note the time and the pass of the open shard, unless it has begun already."""
+        """Note the time, the pass and the holdout of the open shard, unless it has begun already."""
         if self.open.since_s is None:
             assert self.row is not None
             self.open.since_s, self.open.row = time.monotonic(), self.row
+            self.open.holdout = self._holdout()
+
+    def _holdout(self) -> Holdout:
+        share, held_out_bytes = held_out_share(self._cache)
+        comes_once = self.plan is not None and self.plan.is_permutation and self.plan.length is not None
+        # Held-out samples that are drawn again and again would fill any space.
+        most = MOST_HELD_OUT if comes_once else min(share or 0.0, MOST_HELD_OUT)
+        return Holdout(share, comes_once, held_out_bytes > most * self.limit_bytes())
 
     def due_in_s(self) -> float:
-        """The time for which the open shard may still wait for more samples."""
-        if self.open.since_s is None or not self.open.has_news:
+        """The time for which the open shard may still wait for more samples; 0 if it is due."""
+        if self.open.since_s is None or self.open.is_empty:
             return math.inf
         now_s = time.monotonic()
         due_in_s = self.open.since_s + max_age_s(now_s - self._started_s) - now_s
         return max(0.0, due_in_s, self._decision_due_in_s())
 
     def flush_if_due(self) -> None:
-        """Hand over the open shard if it is old or large enough."""
-        since_s = self.open.since_s
-        if since_s is None:
+        """Send the open shard for publication if it is old or large enough."""
+        if self.open.since_s is None or not self._decide_if_due():
             return
-        now_s = time.monotonic()
-        if not self._decide_if_due():
-            return
-        size_bytes = self.open.size_bytes
-        if is_due(size_bytes, now_s - since_s, self._target_bytes(), now_s - self._started_s):
+        if self.open.size_bytes >= self._target_bytes() or not self.due_in_s():
             self.flush()
 
     def flush(self) -> None:
-        """Hand over the open shard, or only its progress, to be published."""
+        """Send the open shard, or only its progress, for publication."""
         self._decide()
-        if self.open.has_news:
-            self.open = self._outbox.send(self.open)
+        if not self.open.is_empty:
+            self.open = self._publisher.send(self.open)
 
     def split_claim(self, unit_read: UnitRead) -> int:
         """Give the next unit a claim of its own; returns the id of the claim."""
-        return self._outbox.publisher.split_claim(unit_read.claim_id, unit_read.unit.position, unit_read.done)
+        return self._publisher.storage.split_claim(
+            unit_read.claim_id, unit_read.unit.position, unit_read.done
+        )
 
-    def settle(self) -> None:
+    def publish_all(self) -> None:
         """Publish all samples and progress, and wait until that is done."""
         first = self._first
         if first is not None and first.parts and first.others is None:
@@ -282,126 +222,4 @@ class ShardWriter:
         while not self._decide_if_due() and not self._stop.wait(min(BEAT_S, self._decision_due_in_s())):
             self._slot["beat_s"] = time.monotonic()
         self.flush()
-        self._outbox.settle()
-
-
-class SampleEncoder:
-    """Encodes the samples of units into the open shard of `writer`, in the order in which they come.
-
-    A sample is transformed first. One that cannot be used is skipped and counted.
-    """
-
-    def __init__(
-        self, writer: ShardWriter, transform: Callable[..., Any] | None, slot: Slot, stop: threading.Event
-    ) -> None:
-        self._writer, self._slot, self._stop = writer, slot, stop
-        self._transform = None if transform is None else Transform(transform, slot)
-
-    def add(self, unit_read: UnitRead, chunk: SampleChunk) -> bool:
-        """Add the samples of `chunk`; False if the process is to stop before the last of them."""
-        if isinstance(chunk.samples, Table):
-            return self._add_table(unit_read, chunk, chunk.samples)
-        writer, room_bytes = self._writer, 0
-        for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
-            if self._stop.is_set():
-                return False
-            if room_bytes <= 0:
-                room_bytes = writer.make_room()
-            before_bytes = writer.open.size_bytes
-            self._add(unit_read, offset, key, sample)
-            room_bytes -= writer.open.size_bytes - before_bytes
-            self._passed(unit_read, offset, offset + 1)
-        return True
-
-    def _add(self, unit_read: UnitRead, offset: int, key: object, sample: Any) -> None:
-        writer = self._writer
-        if not isinstance(key, str):  # sources are user code
-            error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
-            writer.skip("sample", error, f"unit {unit_read.unit.number}: {key!r}")
-            return
-        if writer.open.holdout is not None and not self._is_wanted(unit_read.unit, offset, encoded(key)):
-            return
-        try:
-            if self._transform is not None:
-                assert writer.plan is not None
-                sample = self._transform(sample, writer.plan, unit_read.unit, offset)
-            if sample is None:
-                self._slot["dropped"] += 1
-                return
-            begun_s = time.monotonic()
-            record = to_record(sample)
-        except SampleError as error:
-            writer.skip("sample", error, key)
-        except BaseException as error:  # noqa: BLE001  transforms raise anything; signals raise nothing here
-            writer.skip("transform", error, key)
-        else:
-            writer.take((key, record), record.nbytes)
-            self._slot["pack_s"] += time.monotonic() - begun_s
-
-    def _is_wanted(self, unit: Unit, offset: int, key: bytes) -> bool:
-        """True if a sample is to be cached: no shard of its split holds it, and there is room for it."""
-        writer = self._writer
-        split = writer.open.split_of(key)
-        if split != WHOLE and unit.parts and is_covered(unit.parts[split - 1], offset):
-            writer.open.elsewhere.add(split)
-            return False
-        if split != HELD_OUT or not writer.held_out.has_enough:
-            return True
-        if writer.held_out.comes_once:
-            reason = (
-                f"held-out samples take {_MOST_HELD_OUT:.0%} of size_limit, and no more are kept: raise it"
-            )
-            writer.skip("held-out", SampleError(f"{reason}, or hold out less"), decoded(key))
-        else:
-            self._slot["dropped"] += 1
-        return False
-
-    def _wanted_rows(self, unit: Unit, offsets: Sequence[int], table: Table) -> Table:
-        """The rows of `table` that are to be cached."""
-        if self._writer.open.holdout is None:
-            return table
-        samples = enumerate(zip(offsets, table.keys, strict=True))
-        rows = [row for row, (offset, key) in samples if self._is_wanted(unit, offset, key)]
-        return table if len(rows) == len(table) else table.take(rows)
-
-    def _add_table(self, unit_read: UnitRead, chunk: SampleChunk, table: Table) -> bool:
-        """Add samples that came in columns, as many at a time as the open shard takes."""
-        writer, each_bytes = self._writer, max(1, chunk.nbytes // len(table))
-        start = 0
-        while start < len(table):
-            if self._stop.is_set():
-                return False
-            stop = min(len(table), start - (-writer.make_room() // each_bytes))
-            begun_s = time.monotonic()
-            part = table.cut(start, stop)
-            if writer.is_large(part.nbytes):
-                stop, part = start + 1, table.cut(start, start + 1)  # rows may be of very different sizes
-            wanted = self._wanted_rows(unit_read.unit, chunk.offsets[start:stop], part)
-            if len(wanted):
-                writer.take(wanted, wanted.nbytes)
-            self._slot["pack_s"] += time.monotonic() - begun_s
-            for first, last in runs(chunk.offsets[start:stop]):
-                self._passed(unit_read, first, last)
-            start = stop
-        return True
-
-    def _passed(self, unit_read: UnitRead, start: int, stop: int) -> None:
-        unit_read.done = stop
-        self._writer.open.tally.passed(unit_read.claim_id, unit_read.unit.position, start, stop)
-
-    def finish(self, unit_read: UnitRead, *, was_suspect: bool) -> None:
-        """Count the unit as done, with its error if it has one."""
-        writer, unit, error = self._writer, unit_read.unit, unit_read.error
-        writer.begin_shard()
-        tally = writer.open.tally
-        if was_suspect:
-            tally.settled.append(unit.position)
-        if error is not None:
-            kind = "sample" if isinstance(error, SampleError) else "source"
-            kind = "quarantined" if isinstance(error, QuarantinedError) else kind
-            writer.skip(kind, error, f"unit {unit.number}")
-            tally.done += kind != "quarantined"
-        # No shard holds a unit that failed: the next pass tries it again.
-        rest = [] if unit.is_cached or error is not None else gaps(unit.cached, unit_read.done)
-        tally.finished(unit_read.claim_id, unit.position, rest)
-        self._slot["units"] += not unit.is_cached
+        self._publisher.wait()

@@ -25,80 +25,39 @@ from typing import Final
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import move, name_process, open_private
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import RESTS, WAITS
+from cachestream.storage.filling import RESTS
 from cachestream.storage.layout import remove_if_there
 from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
-from cachestream.storage.status import describe_skipped, shortage_of_disk
-from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
+from cachestream.storage.telemetry import Board, History
 from cachestream.worker.attachments import Attachments
+from cachestream.worker.fill_record import FillRecord
 from cachestream.worker.fork_server import ForkServer
-from cachestream.worker.health import GiveUpError, SamplingProcesses, Trouble, was_away
+from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErrors, was_suspended
 from cachestream.worker.job import Job, share, unpack
-from cachestream.worker.lister import Lister, Listings
-from cachestream.worker.passes import UserOrder, begin, go_on
+from cachestream.worker.lister import Lister
+from cachestream.worker.listings import Listings
+from cachestream.worker.passes import begin_next, begin_or_resume
 from cachestream.worker.processes import (
-    begin_clean,
     detach_from_terminal,
     read_frame,
     reap_orphans,
+    reset_inherited_state,
     write_frame,
 )
+from cachestream.worker.user_order import UserOrder
 
 _TICK_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
-_BOOKS_S: Final = 60.0
+_SIZES_S: Final = 60.0
 _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
-_END_TURNS: Final = 40
+_END_CHECKS: Final = 40
 _LOG_AGAIN_S: Final = 60.0
-_FULL_AFTER_S: Final = 3.0  # by then all processes that wait for space have tried again
 _LOG_BYTES: Final = 64 * 1024
 _LOCK_TIMEOUT_S: Final = 1.0
 
 logger = logging.getLogger("cachestream.worker")
-
-
-class FillRecord:
-    """The state of the filling as the supervisor records it in the catalogue, on changes only."""
-
-    def __init__(self, cache: Cache, board: Board) -> None:
-        self._filling, self._board = cache.filling, board
-        self.state = self.message = ""
-        self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
-        self._waited_at_bytes = -1
-        self._catalogue_id: str | None = None
-
-    def write(self, state: str, message: str = "", output: str = "") -> None:
-        """Record the state, its reason, and the last output of a process that has failed."""
-        written_bytes = self._board.totals().written_bytes
-        # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
-        waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
-        if (state, message) == (self.state, self.message) and not waits_anew:
-            return
-        if message == WAITS:
-            self._waited_at_bytes = written_bytes
-        catalogue_id = self._filling.record(state, message, output)
-        self._catalogue_id = self._catalogue_id or catalogue_id
-        self.state, self.message = state, message
-
-    def look(self, is_looking: bool) -> None:
-        """Record whether the remote is still searched for changes, so that another pass may follow."""
-        if is_looking != self._is_looking:
-            self._filling.record_looking(is_looking)
-            self._is_looking = is_looking
-
-    def write_anew(self, catalogue_id: str | None) -> bool:
-        """Record all in a catalogue that was rebuilt, as the shards do not hold it; False if none was."""
-        if catalogue_id == self._catalogue_id:
-            return False
-        logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
-        self._catalogue_id = catalogue_id
-        looking, self._is_looking = bool(self._is_looking), None
-        self.look(looking)
-        self.state = ""  # a pass is open again, or the next tick corrects that
-        self.write("filling")
-        return True
 
 
 class Supervisor:
@@ -107,7 +66,7 @@ class Supervisor:
     def __init__(self, job: Job, cache: Cache, lock: HeldFile, server: ForkServer) -> None:
         self._job, self._cache, self._lock, self._server = job, cache, lock, server
         self._board = Board(cache.directory.worker_file("board"))
-        self._record = FillRecord(cache, self._board)
+        self._record = FillRecord(job, cache, self._board)
         self._history = History(cache.directory.worker_file("history"))
         self._attachments = Attachments(cache.directory)
         server.load(job.protocols, job.source_module)
@@ -117,9 +76,9 @@ class Supervisor:
         self.order = UserOrder(job)
         self._stop = threading.Event()
         self._look_for_changes = self._has_promoted = self._resting = False
-        self._trouble = Trouble()
-        self._full_logged_s = self._room_expected_s = -math.inf
-        self._housekeeping_at_s = self._books_at_s = 0.0
+        self._system_errors = SystemErrors()
+        self._full_logged_s = -math.inf
+        self._housekeeping_at_s = self._sizes_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -133,7 +92,7 @@ class Supervisor:
     def start(self, *, is_complete: bool) -> None:
         """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
         self._look_for_changes = is_complete and self._job.growing
-        self._record.look(self._look_for_changes)
+        self._record.write_looking(self._look_for_changes)
         self._record.write("filling")
         now_s = time.monotonic()
         self._board.reset(os.getpid(), self._job.num_workers, now_s)
@@ -201,7 +160,7 @@ class Supervisor:
         return not self._attachments.is_needed()
 
     def _try(self, step: Callable[[], bool]) -> bool:
-        """The result of `step`; False if it fails for a reason that may be over soon."""
+        """Return the result of `step`, or False if it fails for a reason that may be over soon."""
         now_s = time.monotonic()
         try:
             try:
@@ -216,10 +175,10 @@ class Supervisor:
                 self._full_logged_s = now_s
                 logger.warning("%s; waiting for that", error)
         except (CacheError, OSError):  # too few descriptors or processes, a failed read: temporary or lasting
-            before, self._trouble = self._trouble, self._trouble.again(now_s)
-            if self._trouble.is_lasting or self._stop.is_set():
+            before, self._system_errors = self._system_errors, self._system_errors.again(now_s)
+            if self._system_errors.is_lasting or self._stop.is_set():
                 raise
-            if self._trouble.since_s != before.since_s:
+            if self._system_errors.since_s != before.since_s:
                 logger.exception("going on, unless it lasts")
         return False
 
@@ -227,10 +186,10 @@ class Supervisor:
         if not self._lock.is_ours:
             raise GiveUpError("", f"{self._lock.path} is gone: the cache was removed")
         now_s = time.monotonic()
-        if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
+        if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
-        self._samplers.look(now_s, self._resumed_s)
+        self._samplers.check(now_s, self._resumed_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._reap_orphans()
@@ -239,38 +198,36 @@ class Supervisor:
             self._cache.filling.record_suspects(self._samplers.unrecorded)
             self._samplers.unrecorded.clear()
         self._lister.tick(now_s, self._resumed_s)
-        if self._samplers.are_over:
+        if self._samplers.have_ended:
             self._next_pass(now_s)
         self._samplers.start_due(now_s)
         if not self._resting:
-            self._record.write(*self._space_state(now_s))
+            self._record.write_filling(self._samplers.running, now_s)
         return True
 
     def _reap_orphans(self) -> None:
-        """End what dead processes leave behind, and wait for orphans; no other code does."""
+        """End the processes that dead ones leave behind, and reap orphans; no other code does."""
         self._server.ended.end_members()
         self._server.listen()
-        if self._server.give_up_if_stopped(time.monotonic()):
-            logger.warning("the fork server was stopped; processes are started without it")
         pids = [one.pid for one in (*self._samplers.processes, self._lister.process) if one.running]
         known = [pid for pid in pids if pid is not None]
         if len(known) == len(pids):  # else an orphan might be a child whose id is not known yet
             reap_orphans(known)
 
     def _next_pass(self, now_s: float) -> None:
-        """Begin another pass, or rest. All processes have ended, because there was nothing left to claim."""
+        """Begin another pass, or rest. All processes have ended, as nothing was left to claim."""
         if self._look_for_changes:
             self._look_for_changes = False
             self._lister.look_for_changes()
         if self._lister.running and not self._resting:
             return  # the pass may grow until the listing ends
         self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
-        has_more = go_on(self._cache, self._job, self.order, has_changed=self._has_promoted)
+        has_more = begin_next(self._cache, self._job, self.order, has_changed=self._has_promoted)
         has_changed, self._has_promoted = self._has_promoted, False
-        self._record.look(False)
+        self._record.write_looking(False)
         if not has_more:
             if not self._resting:
-                self._record.write("complete", self._missing_message())
+                self._record.write_complete()
                 self._resting = True
             return
         self._resting = False
@@ -278,40 +235,9 @@ class Supervisor:
             self._lister.look_for_changes()
         self._samplers.begin(now_s)
 
-    def _missing_message(self) -> str:
-        """The reasons for which the cache holds fewer samples than the remote; "" if there are none.
-
-        A transform that drops some samples does so on purpose, one that drops all hardly does.
-        """
-        state = self._cache.filling.state()
-        skipped = describe_skipped(state.failures)
-        dropped = self._board.totals().dropped
-        all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
-        return "; ".join(filter(None, (skipped, all_dropped if dropped and not state.num_samples else "")))
-
-    def _space_state(self, now_s: float) -> tuple[str, str]:
-        """The state of the filling while it is not over, and a message if all processes wait for space."""
-        states = self._board.states()
-        running = {states[index] for index in self._samplers.running}
-        if not running or running - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
-            return "filling", ""
-        if STATE_NAMES[WRITING] in running:  # the process may be about to find that there is no space
-            return self._record.state, self._record.message
-        evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
-        state = self._cache.filling.state()
-        # Files outside the cache take the space, and may be removed at any time.
-        is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
-        has_room = state.phase != self._record.state  # the process that made room recorded another state
-        is_used = evicts and self._cache.reservations.leases.count() > 0
-        if is_short or has_room or is_used:
-            self._room_expected_s = now_s
-        if now_s - self._room_expected_s > _FULL_AFTER_S:
-            return "full", RESTS if evicts else ""
-        return "filling", WAITS if is_used and not is_short else ""
-
     def _housekeep(self, now_s: float) -> None:
-        if now_s >= self._books_at_s:
-            self._books_at_s = now_s + _BOOKS_S
+        if now_s >= self._sizes_at_s:
+            self._sizes_at_s = now_s + _SIZES_S
             if (problem := self._cache.check_sizes()) is not None:
                 logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
@@ -340,19 +266,19 @@ class Supervisor:
             time.sleep(0.01)
         for process in processes:
             process.end()
-        self._server.ended.wait(_END_TURNS)
+        self._server.ended.wait(_END_CHECKS)
         self._attachments.clear_requests()
         try:
             self._cache.recover()  # removes unfinished shards of processes that were killed
             self._housekeep(time.monotonic())
         except CacheFullError:
-            logger.exception("left to the next who opens the cache")
+            logger.exception("the clean-up is left to the next process that opens the cache")
 
 
 def main() -> None:
     """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
     name_process("cs-supervisor")
-    begin_clean()
+    reset_inherited_state()
     server = ForkServer(sys.argv[1:])  # first: it must not inherit the files and locks below
     try:
         supervisor = _begin(server)
@@ -376,13 +302,13 @@ def _begin(server: ForkServer) -> Supervisor | None:
         cache.catalogue.patience_s = 0.0  # this process rebuilds it where others wait
         _open_log(cache)
         removed = cache.recover()
-        _forget_debts(cache)
+        _reset_budget(cache)
         supervisor = Supervisor(job, cache, lock, server)
         try:
-            has_more = begin(cache, job, supervisor.order)
+            has_more = begin_or_resume(cache, job, supervisor.order)
         except CatalogueDamagedError:
             cache.rebuild()
-            has_more = begin(cache, job, supervisor.order)
+            has_more = begin_or_resume(cache, job, supervisor.order)
         supervisor.start(is_complete=not has_more)
         write_frame(answer, "ready")
     except CacheStreamError as error:
@@ -403,8 +329,8 @@ def _become_the_supervisor(cache: Cache) -> HeldFile:
     return lock
 
 
-def _forget_debts(cache: Cache) -> None:
-    """Remove the budget file: a debt under a mistyped bandwidth limit could last for days."""
+def _reset_budget(cache: Cache) -> None:
+    """Remove the budget file: bytes spent under a mistyped bandwidth limit could delay others for days."""
     budget = cache.directory.worker_file("budget")
     with translated_disk_errors(budget, "removing it"):
         remove_if_there(budget)

@@ -1,4 +1,4 @@
-"""Reading one unit from the remote: seeded, counted, throttled, tried again, and left out in the end."""
+"""Reading units from the remote: with seeds, retries, and the accounting of bytes and bandwidth."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,156 +22,19 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import metering
 from cachestream.transport.metering import Throttle
-from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, gather, to_table
+from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, group_into_chunks, to_table
 from cachestream.worker.job import Job
-from cachestream.worker.order import Offsets, PassPlan, is_covered, is_whole
+from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_if_forked
+from cachestream.worker.units import Stall, Unit, UnitRead
 
 _UNIT_KEY: Final = 3
 _SAMPLE_KEY: Final = 5
-BEAT_S: Final = 0.001
+_BEAT_S: Final = 0.001
 _FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0  # what waits for the end of an outage notices it so soon
-REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
-LEAST_REQUEST_BYTES: Final = 256 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One unit of a claim. Its samples before the offset `first` are done, and those in `cached` are cached.
-
-    `parts`, where samples are held out: the cached ranges of the train split and of the held-out split.
-    """
-
-    position: int
-    number: int
-    claim_id: int
-    first: int = 0
-    cached: Offsets = ()
-    parts: Sequence[Offsets] = ()
-
-    @property
-    def is_cached(self) -> bool:
-        """True if the cache holds all of the unit: it is not read."""
-        return bool(self.cached) and is_whole(self.cached)
-
-    def is_wanted(self, offset: int) -> bool:
-        return offset >= self.first and not (self.cached and is_covered(self.cached, offset))
-
-
-class UnitState(Enum):
-    """The state of a unit between its submission to a fetcher and its delivery; changed by `after` alone.
-
-        QUEUED ──TAKE──▶ READING ──END──▶ FINISHED
-                          │   ▲
-                        PAUSE RESUME
-                          ▼   │
-                         PAUSED
-
-    Besides, a unit that does not answer is put aside: the units behind it are delivered first, until
-    something of it arrives (`Fetcher.put_aside`).
-    """
-
-    QUEUED = "waits for a thread"
-    READING = "is read by a thread"
-    PAUSED = "its thread waits for the next attempt"
-    FINISHED = "read to its end, or failed"
-
-    def after(self, event: UnitEvent) -> UnitState:
-        """The next state; raises ValueError for an event that cannot happen in this state."""
-        try:
-            return _TRANSITIONS[self, event]
-        except KeyError:
-            raise ValueError(f"{event.name} cannot happen to a unit that is {self.name}") from None
-
-
-class UnitEvent(Enum):
-    """Events that change the state of a unit."""
-
-    TAKE = "a thread takes it"
-    PAUSE = "an attempt has failed"
-    RESUME = "the pause is over"
-    END = "all has been read, or reading failed for good"
-
-
-_TRANSITIONS: Final = {
-    (UnitState.QUEUED, UnitEvent.TAKE): UnitState.READING,
-    (UnitState.READING, UnitEvent.PAUSE): UnitState.PAUSED,
-    (UnitState.PAUSED, UnitEvent.RESUME): UnitState.READING,
-    (UnitState.READING, UnitEvent.END): UnitState.FINISHED,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """A unit has brought nothing since `since_s`; `reason` is its last error."""
-
-    since_s: float
-    reason: str
-
-    def is_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """True if the units behind it are not to wait any longer, unless the whole remote is away."""
-        return now_s - self.since_s >= hang_timeout_s / 3
-
-    def is_too_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """True if the unit is to be left out, provided that its remote answers."""
-        return now_s - self.since_s >= 4 * hang_timeout_s
-
-
-@dataclass(slots=True, eq=False)
-class UnitRead:
-    """The reading of one unit.
-
-    A unit that is FINISHED when it is submitted is only delivered in its turn: the cache holds all of it, or
-    it has an `error` for which it is not read. `claim_id` is the claim that its progress belongs to; before a
-    unit is put aside it gets one of its own. `chunks` have been read and not delivered. All samples before
-    the offset `num_read` have been read, and all before `done` are packed, dropped or skipped.
-
-    `asked_s`: the time of a request that the remote has not answered yet; 0 without one. A unit that does not
-    answer has a `stall`, and has been tried again `retries` times since it last did.
-    """
-
-    unit: Unit
-    claim_id: int = field(init=False)
-    done: int = field(init=False)
-    state: UnitState = UnitState.QUEUED
-    error: BaseException | None = None
-    chunks: deque[SampleChunk] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    num_read: int = 0
-    asked_s: float = 0.0
-    stall: Stall | None = None
-    retries: int = 0
-
-    def __post_init__(self) -> None:
-        self.claim_id, self.done = self.unit.claim_id, self.unit.first
-        if self.unit.is_cached:
-            self.state = UnitState.FINISHED
-
-    @property
-    def finished(self) -> bool:
-        return self.state is UnitState.FINISHED
-
-    @property
-    def has_own_claim(self) -> bool:
-        return self.claim_id != self.unit.claim_id
-
-    @property
-    def is_awaited(self) -> bool:
-        """True if there is nothing to deliver yet."""
-        return not self.chunks and not self.finished
-
-    def is_stalled(self, now_s: float, hang_timeout_s: float) -> bool:
-        """True if the unit has not answered for long, in its attempts so far or in the current one."""
-        if self.stall is None and self.asked_s:
-            since = Stall(self.asked_s, f"unit {self.unit.number}: no answer yet")
-            self.stall = since if since.is_long(now_s, hang_timeout_s) else None
-        return self.stall is not None and self.stall.is_long(now_s, hang_timeout_s)
-
-    def heard(self, chunk: SampleChunk) -> None:
-        """Note that `chunk` came: the remote answers."""
-        self.num_read = chunk.offsets[-1] + 1
-        self.stall, self.retries = None, 0
+_REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
+_LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 class UnitReader:
@@ -209,9 +70,9 @@ class UnitReader:
     def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
         """Yield the samples of the unit that are wanted, and before each further attempt a pause in seconds.
 
-        A remote that does not answer is tried again for ever; reading continues after the samples that came
-        through, as a unit always gives the same samples. Raises SampleError in the end if its remote delivers
-        other units.
+        A unit whose remote does not answer is tried again for ever; reading continues after the samples that
+        were received, as a unit always gives the same samples. Raises SampleError in the end if the remote
+        delivers other units.
         """
         unit, flights = unit_read.unit, self._slot["flights"]
         self.meter.begin(unit_read, number)
@@ -221,8 +82,8 @@ class UnitReader:
                 began_s = time.monotonic()
                 try:
                     with closing(self._wanted(unit_read)) as items:
-                        for chunk in gather(items):
-                            unit_read.heard(chunk)
+                        for chunk in group_into_chunks(items):
+                            unit_read.received(chunk)
                             yield chunk
                     self._known_good.setdefault(self._remote_of(unit.number), unit.number)
                     return
@@ -255,7 +116,7 @@ class UnitReader:
         return random.uniform(0.0, longest_s)
 
     def _answers(self, remote: Hashable) -> bool:
-        """True if a unit that came from `remote` before comes again, and not from a cache in the source."""
+        """True if a unit of `remote` that came before can be fetched again, and not from a cache."""
         unit = self._known_good.get(remote)
         if unit is None or self.plan is None:
             return False
@@ -271,7 +132,7 @@ class UnitReader:
     def _wanted(self, unit_read: UnitRead) -> Generator[Item | SampleChunk, None, None]:
         """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
-        unit, first, meter = unit_read.unit, unit_read.num_read, self.meter
+        unit, first, meter = unit_read.unit, unit_read.next_offset, self.meter
         rng = unit_generator(self.plan, unit.number)
         meter.begin_attempt()
         offset = 0
@@ -330,7 +191,9 @@ class FetchMeter:
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
         # A server sends all that one request asks for, whether it is read or not: sockets have buffers.
-        most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
+        most = (
+            metering.NO_LIMIT_BYTES if limit is None else max(_LEAST_REQUEST_BYTES, int(limit * _REQUEST_S))
+        )
         metering.install(self._on_reported, self._on_request, self._on_slow_down, most)
 
     def begin(self, unit_read: UnitRead, number: int) -> None:
@@ -348,7 +211,7 @@ class FetchMeter:
 
     def end(self) -> None:
         self.begin_attempt()
-        self._local.account.unit_read.asked_s = 0.0
+        self._local.account.unit_read.requested_s = 0.0
         self._local.account = None
 
     def beat(self, number: int) -> None:
@@ -358,7 +221,7 @@ class FetchMeter:
     def beat_now_and_then(self) -> None:
         """Show that this thread is alive, every millisecond at most."""
         account: _Account = self._local.account
-        if (now_s := time.monotonic()) - account.beat_s >= BEAT_S:
+        if (now_s := time.monotonic()) - account.beat_s >= _BEAT_S:
             self._slot["flight_beats_s"][account.number] = account.beat_s = now_s
 
     @property
@@ -383,7 +246,7 @@ class FetchMeter:
         self.beat(account.number)
         if not nbytes:
             return
-        account.unit_read.asked_s = 0.0
+        account.unit_read.requested_s = 0.0
         account.fetched_bytes += nbytes
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
@@ -393,7 +256,7 @@ class FetchMeter:
             self._throttle.spend(owed_bytes, lambda: self.beat(account.number))
 
     def _on_request(self, nbytes: int) -> None:
-        """Pay for bytes before they are on the wire.
+        """Pay for the bytes of a request before it is sent.
 
         Otherwise the bytes that many readers have in flight would exceed the limit.
         """
@@ -404,7 +267,7 @@ class FetchMeter:
             account.paid_bytes += nbytes
             self._throttle.spend(nbytes, lambda: self.beat(account.number))
         if nbytes:
-            account.unit_read.asked_s = account.unit_read.asked_s or time.monotonic()
+            account.unit_read.requested_s = account.unit_read.requested_s or time.monotonic()
 
     def _on_slow_down(self) -> None:
         self._is_throttled = True

@@ -13,12 +13,12 @@ from cachestream.worker.health import (
     BREAKER_WINDOW_S,
     TROUBLE_S,
     Death,
-    Trouble,
+    SystemErrors,
     hanging_positions,
     is_crash_loop,
     longest_pause_s,
     suspects_of,
-    was_away,
+    was_suspended,
 )
 from cachestream.worker.sampler import QUARANTINE_AT
 
@@ -128,14 +128,14 @@ def test_a_death_is_told_in_words(death: Death, words: str) -> None:
 
 
 def test_only_a_gap_that_would_cost_much_of_the_patience_means_a_stop() -> None:
-    assert not was_away(10.0, timeout_s=30.0)
-    assert was_away(16.0, timeout_s=30.0)
+    assert not was_suspended(10.0, timeout_s=30.0)
+    assert was_suspended(16.0, timeout_s=30.0)
 
 
 def test_errors_of_the_system_are_borne_for_a_minute_and_forgotten_once_it_is_quiet() -> None:
-    trouble = Trouble()
+    errors = SystemErrors()
     for second in range(int(TROUBLE_S) + 1):
-        trouble = trouble.again(100.0 + second)
-        assert not trouble.is_lasting
-    assert trouble.again(trouble.last_s + 1.0).is_lasting
-    assert not trouble.again(trouble.last_s + 10.0).is_lasting
+        errors = errors.again(100.0 + second)
+        assert not errors.is_lasting
+    assert errors.again(errors.last_s + 1.0).is_lasting
+    assert not errors.again(errors.last_s + 10.0).is_lasting

@@ -41,7 +41,7 @@ def job_of(payload: Packed) -> Job:
         hang_timeout_s=1.0,
         custom_eviction=False,
         payload=payload,
-        sampler=b"",
+        sampler=None,
     )
 
 

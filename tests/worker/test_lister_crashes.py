@@ -19,7 +19,7 @@ from cachestream.listing.pages import Page
 from cachestream.sources.base import IncrementalSource
 from cachestream.sources.files import FileSource
 from cachestream.storage.cache import Cache
-from cachestream.worker.lister import Listings, keep_names, open_store, store_rest
+from cachestream.worker.listings import Listings, keep_names, open_store, store_rest
 from tests.storage.steps import Crash, Steps, copy_of, crash_everywhere, steps_of
 from tests.storage.support import Line, assert_sound, fork, new_cache
 

@@ -16,12 +16,9 @@ from cachestream.worker.order import (
     PassPlan,
     UnitOrder,
     all_units,
-    check_curriculum,
-    check_drawn,
-    check_weights,
-    draw_curriculum,
     parse_partition,
 )
+from cachestream.worker.user_order import check_curriculum, check_drawn, check_weights, draw_curriculum
 
 
 def plan(

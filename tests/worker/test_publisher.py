@@ -22,8 +22,8 @@ from cachestream.worker.job import Job, Packed
 from cachestream.worker.order import END, PassPlan, gaps, is_covered
 from cachestream.worker.packer import Packer
 from cachestream.worker.passes import next_claim
-from cachestream.worker.publisher import OpenShard, Outbox, StartAgainError, Tally
-from cachestream.worker.shard_writer import FIRST_BYTES, is_due, max_age_s, target_bytes
+from cachestream.worker.publisher import BackgroundPublisher, OpenShard, PendingProgress, StartAgainError
+from cachestream.worker.shard_writer import FIRST_BYTES, max_age_s, target_bytes
 from tests.worker.support import keys_of, wait_until
 
 LIMIT_BYTES = 3_000_000
@@ -31,7 +31,7 @@ UNITS = 100
 
 
 class Process:
-    """One sampling process's outbox on `cache`, without the process."""
+    """One sampling process's publisher on `cache`, without the process."""
 
     def __init__(self, cache: Cache, name: str, when_full: str = "evict") -> None:
         self.cache = cache
@@ -43,7 +43,7 @@ class Process:
             num_workers=1, concurrency=1, shard_bytes=10**6, bandwidth_bytes_per_s=None, when_full=when_full,
             hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=b"",
         )  # fmt: skip
-        self.outbox = Outbox(job, cache, self.slot, owner=name, stop=self.stop)
+        self.publisher = BackgroundPublisher(job, cache, self.slot, owner=name, stop=self.stop)
         assignment = next_claim(cache.filling, name, 1)
         assert assignment is not None
         self.assignment = assignment
@@ -51,23 +51,23 @@ class Process:
 
     def add(self, position: int, sample: Any) -> None:
         self.open.row, self.open.since_s = self.assignment.row, 0.0
-        self.open.packer.add(f"{position}/0", to_record(sample), self.outbox.schema)
-        self.open.tally.passed(self.assignment.claim.id, position, 0, 1)
-        self.open.tally.finished(self.assignment.claim.id, position, [(1, END)])
+        self.open.packer.add(f"{position}/0", to_record(sample), self.publisher.schema)
+        self.open.progress.add_samples(self.assignment.claim.id, position, 0, 1)
+        self.open.progress.finish_unit(self.assignment.claim.id, position, [(1, END)])
 
     def send(self) -> None:
-        self.open = self.outbox.send(self.open)
+        self.open = self.publisher.send(self.open)
 
     def waits(self) -> bool:
         """True if the process has waited for space."""
         return bool(self.slot["space_wait_s"] > 0)
 
     def is_done_or_waits(self, count: int) -> bool:
-        return self.outbox.published >= count or self.waits()
+        return self.publisher.published >= count or self.waits()
 
     def close(self) -> None:
         self.stop.set()
-        self.outbox._thread.shutdown()
+        self.publisher._thread.shutdown()
         self.owner.release()
 
 
@@ -97,7 +97,7 @@ def test_a_shard_and_its_progress_appear_together(cache: Cache) -> None:
     process.add(first, floats(1000))
     process.add(first + 1, floats(1000))
     process.send()
-    process.outbox.settle()
+    process.publisher.wait()
     assert set(keys_of(cache)) == {f"{first}/0", f"{first + 1}/0"}
     assert progress_of(cache) == [(first + 2, 0)]
     with cache.catalogue.reading() as tables:
@@ -110,13 +110,13 @@ def test_only_what_is_committed_counts_as_progress_of_a_process(cache: Cache) ->
     one, other = Process(cache, "a"), Process(cache, "b")
     one.add(one.assignment.claim.position, floats(1000))
     other.add(other.assignment.claim.position, floats(1000, "f8"))
-    other.open.tally.skipped("transform", ValueError("bad"), "1/0")
+    other.open.progress.count_skipped("transform", ValueError("bad"), "1/0")
     other.send()
-    other.outbox.settle()
+    other.publisher.wait()
     assert other.slot["committed"] == 1
     one.send()
     with pytest.raises(StartAgainError):
-        one.outbox.settle()
+        one.publisher.wait()
     assert one.slot["committed"] == 1, "both are in slot 0"
     one.close()
     other.close()
@@ -134,13 +134,13 @@ def test_what_follows_a_shard_that_was_given_up_is_given_up_too(cache: Cache) ->
         if process.waits():
             break
     assert process.waits()
-    published = process.outbox.published
+    published = process.publisher.published
     assert published > 0
     process.add(1, floats(100))
     process.stop.set()
     process.send()
-    process.outbox.settle()
-    assert process.outbox.published == published
+    process.publisher.wait()
+    assert process.publisher.published == published
     assert progress_of(cache) == before
     process.close()
 
@@ -150,11 +150,11 @@ def test_a_shard_that_began_with_the_odd_one_is_read_again_instead_of_skipped(ca
     one.add(one.assignment.claim.position, floats(1000))
     other.add(other.assignment.claim.position, floats(1000, "f8"))
     one.send()
-    one.outbox.settle()
+    one.publisher.wait()
     before = progress_of(cache)
     other.send()
     with pytest.raises(StartAgainError):
-        other.outbox.settle()
+        other.publisher.wait()
     assert progress_of(cache) == before
     assert cache.status().failures == ()
     one.close()
@@ -168,7 +168,7 @@ def test_a_shard_over_half_of_a_lowered_limit_is_read_again_in_smaller_ones(cach
     cache.size_limit = 1_500_000
     process.send()
     with pytest.raises(StartAgainError):
-        process.outbox.settle()
+        process.publisher.wait()
     assert keys_of(cache) == {}
     process.close()
 
@@ -177,7 +177,7 @@ def test_a_sample_larger_than_the_limit_is_skipped_and_counted(cache: Cache) -> 
     process = Process(cache, "a")
     process.add(0, floats(4_000_000))
     process.send()
-    process.outbox.settle()
+    process.publisher.wait()
     (failure,) = cache.status().failures
     assert (failure.kind, failure.count) == (SampleError.__name__.removesuffix("Error").lower(), 1)
     assert "larger than the limit" in failure.reason
@@ -188,57 +188,57 @@ def test_a_sample_larger_than_the_limit_is_skipped_and_counted(cache: Cache) -> 
 def test_progress_without_samples_is_committed_by_itself(cache: Cache) -> None:
     process = Process(cache, "a")
     process.open.row, process.open.since_s = process.assignment.row, 0.0
-    process.open.tally.finished(process.assignment.claim.id, 0, [])
-    process.open.tally.skipped("transform", ValueError("bad"), "0/0")
+    process.open.progress.finish_unit(process.assignment.claim.id, 0, [])
+    process.open.progress.count_skipped("transform", ValueError("bad"), "0/0")
     process.send()
-    process.outbox.settle()
+    process.publisher.wait()
     assert progress_of(cache) == [(1, 0)]
     assert [row.count for row in cache.status().failures] == [1]
     process.close()
 
 
 def test_samples_in_a_row_make_one_span_and_the_last_of_them_is_the_progress() -> None:
-    tally = Tally()
+    progress = PendingProgress()
     for offset in range(3):
-        tally.passed(7, 10, offset, offset + 1)
-    assert tally.spans == [Span((10, 0), (10, 3))]
-    assert tally.progress(1).claims == ((7, 10, 3),)
+        progress.add_samples(7, 10, offset, offset + 1)
+    assert progress.spans == [Span((10, 0), (10, 3))]
+    assert progress.for_pass(1).claims == ((7, 10, 3),)
 
 
 def test_units_in_a_row_make_one_span() -> None:
-    tally = Tally()
+    progress = PendingProgress()
     for position in (10, 11, 12):
-        tally.passed(7, position, 0, 1)
-        tally.finished(7, position, [(1, END)])
-    assert tally.spans == [Span((10, 0), (13, 0))]
-    assert tally.progress(1).claims == ((7, 13, 0),)
+        progress.add_samples(7, position, 0, 1)
+        progress.finish_unit(7, position, [(1, END)])
+    assert progress.spans == [Span((10, 0), (13, 0))]
+    assert progress.for_pass(1).claims == ((7, 13, 0),)
 
 
 def test_two_claims_keep_their_progress_apart() -> None:
-    tally = Tally()
-    tally.finished(1, 4, [(0, END)])
-    tally.passed(2, 90, 0, 1)
-    assert set(tally.progress(0).claims) == {(1, 5, 0), (2, 90, 1)}
-    assert tally.spans == [Span((4, 0), (5, 0)), Span((90, 0), (90, 1))]
+    progress = PendingProgress()
+    progress.finish_unit(1, 4, [(0, END)])
+    progress.add_samples(2, 90, 0, 1)
+    assert set(progress.for_pass(0).claims) == {(1, 5, 0), (2, 90, 1)}
+    assert progress.spans == [Span((4, 0), (5, 0)), Span((90, 0), (90, 1))]
 
 
 def test_a_unit_that_is_cached_elsewhere_moves_the_claim_and_adds_no_span() -> None:
-    tally = Tally()
-    tally.finished(1, 4, [])
-    assert tally.progress(0).claims == ((1, 5, 0),)
-    assert tally.spans == []
-    assert tally.has_news
+    progress = PendingProgress()
+    progress.finish_unit(1, 4, [])
+    assert progress.for_pass(0).claims == ((1, 5, 0),)
+    assert progress.spans == []
+    assert not progress.is_empty
 
 
 def test_a_shard_does_not_answer_for_what_an_earlier_shard_of_the_same_unit_holds() -> None:
     """The earlier shard may be evicted first: then its samples must be missed."""
-    tally = Tally()
-    tally.passed(1, 4, 0, 1)
-    tally.passed(1, 4, 1, 2)
-    tally = Tally()  # published in the middle of the unit
-    tally.passed(1, 4, 2, 3)
-    tally.finished(1, 4, [(3, END)])
-    assert tally.spans == [Span((4, 2), (5, 0))]
+    progress = PendingProgress()
+    progress.add_samples(1, 4, 0, 1)
+    progress.add_samples(1, 4, 1, 2)
+    progress = PendingProgress()  # published in the middle of the unit
+    progress.add_samples(1, 4, 2, 3)
+    progress.finish_unit(1, 4, [(3, END)])
+    assert progress.spans == [Span((4, 2), (5, 0))]
 
 
 @given(st.integers(1, 8), st.sets(st.integers(0, 7)), st.integers(0, 8), st.sets(st.integers(0, 7)))
@@ -247,17 +247,17 @@ def test_the_spans_of_a_unit_are_exactly_the_samples_that_lie_in_no_other_shard(
 ) -> None:
     """As the filler does it, for a unit of `count` samples: some cached, the claim begun at `first`."""
     ranges = [(offset, offset + 1) for offset in sorted(cached)]
-    tally, shards, done = Tally(), [], first
+    progress, shards, done = PendingProgress(), [], first
     for offset in range(count):
         if offset < first or offset in cached:
             continue
-        tally.passed(1, 4, offset, offset + 1)
+        progress.add_samples(1, 4, offset, offset + 1)
         done = offset + 1
         if offset in published_after:
-            shards.append(list(tally.spans))
-            tally = Tally()
-    tally.finished(1, 4, gaps(ranges, done))
-    shards.append(list(tally.spans))
+            shards.append(list(progress.spans))
+            progress = PendingProgress()
+    progress.finish_unit(1, 4, gaps(ranges, done))
+    shards.append(list(progress.spans))
     held = [
         {offset for offset in range(12) if any(s.start <= (4, offset) < s.stop for s in spans)}
         for spans in shards
@@ -268,12 +268,12 @@ def test_the_spans_of_a_unit_are_exactly_the_samples_that_lie_in_no_other_shard(
 
 
 def test_failures_are_counted_by_reason_with_their_first_example() -> None:
-    tally = Tally()
-    tally.skipped("transform", ValueError("bad"), "a")
-    tally.skipped("transform", ValueError("bad"), "b")
-    tally.skipped("sample", SampleError("torn"), "c", 5)
-    tally.skipped("transform", KeyError(), "d")
-    found = {(row.kind, row.reason): (row.count, row.example) for row in tally.progress(0).failures}
+    progress = PendingProgress()
+    progress.count_skipped("transform", ValueError("bad"), "a")
+    progress.count_skipped("transform", ValueError("bad"), "b")
+    progress.count_skipped("sample", SampleError("torn"), "c", 5)
+    progress.count_skipped("transform", KeyError(), "d")
+    found = {(row.kind, row.reason): (row.count, row.example) for row in progress.for_pass(0).failures}
     assert found == {
         ("transform", "ValueError: bad"): (2, "a"),
         ("sample", "torn"): (5, "c"),
@@ -282,17 +282,17 @@ def test_failures_are_counted_by_reason_with_their_first_example() -> None:
 
 
 def test_a_reason_is_cut_before_it_fills_the_catalogue() -> None:
-    tally = Tally()
-    tally.skipped("transform", ValueError("x" * 10_000), "a")
-    (row,) = tally.progress(0).failures
+    progress = PendingProgress()
+    progress.count_skipped("transform", ValueError("x" * 10_000), "a")
+    (row,) = progress.for_pass(0).failures
     assert len(row.reason) == 300
 
 
 def test_samples_that_are_packed_dropped_or_skipped_are_done_until_the_commit() -> None:
-    tally = Tally()
-    tally.passed(1, 4, 0, 3)
-    tally.finished(1, 4, [(3, END)])
-    assert tally.done == 3
+    progress = PendingProgress()
+    progress.add_samples(1, 4, 0, 3)
+    progress.finish_unit(1, 4, [(3, END)])
+    assert progress.done == 3
 
 
 def test_shards_double_up_to_the_full_size() -> None:
@@ -315,11 +315,3 @@ def test_samples_wait_longer_as_the_worker_grows_older_but_never_over_a_minute(
 ) -> None:
     early_s, late_s = sorted((one_s, other_s))
     assert 0.1 <= max_age_s(early_s) <= max_age_s(late_s) <= 60.0
-
-
-def test_a_shard_is_due_when_it_is_full_or_old_and_not_before() -> None:
-    assert is_due(100, 0.0, 100, 0.0)
-    assert is_due(1, 0.25, 100, 0.0)
-    assert is_due(1, 2.0, 100, 10.0)
-    assert not is_due(99, 0.05, 100, 0.0)
-    assert not is_due(99, 1.9, 100, 10.0)

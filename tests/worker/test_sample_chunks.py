@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.worker import encode
-from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, gather, runs
+from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, group_into_chunks, runs
 
 
 def item(offset: int, nbytes: int = 1) -> Item:
@@ -31,7 +31,7 @@ def test_every_sample_comes_once_and_in_order(samples: list[tuple[int, bool]]) -
         SampleChunk([offset], ["key"], [offset], nbytes) if is_chunk else item(offset, nbytes)
         for offset, (nbytes, is_chunk) in enumerate(samples)
     ]
-    found = list(gather(iter(given_)))
+    found = list(group_into_chunks(iter(given_)))
     assert [offset for chunk in found for offset in chunk.offsets] == list(range(len(samples)))
     assert all(
         len(chunk.offsets) == len(chunk.keys) == len(chunk.samples) <= encode.MOST_SAMPLES for chunk in found
@@ -40,13 +40,13 @@ def test_every_sample_comes_once_and_in_order(samples: list[tuple[int, bool]]) -
 
 
 def test_large_samples_go_alone() -> None:
-    assert offsets(gather(item(i, encode.MOST_BYTES) for i in range(3))) == [[0], [1], [2]]
+    assert offsets(group_into_chunks(item(i, encode.MOST_BYTES) for i in range(3))) == [[0], [1], [2]]
 
 
 def test_a_slow_sample_is_not_held_back_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    assert offsets(gather(item(i) for i in range(3))) == [[0], [1], [2]]
+    assert offsets(group_into_chunks(item(i) for i in range(3))) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("error", [ValueError("torn"), SystemExit(1), KeyboardInterrupt()])
@@ -58,7 +58,7 @@ def test_what_came_before_an_error_comes_before_the_error(error: BaseException) 
 
     found: list[int] = []
     with pytest.raises(type(error)):
-        found.extend(chunk.offsets[-1] for chunk in gather(failing()))
+        found.extend(chunk.offsets[-1] for chunk in group_into_chunks(failing()))
     assert found[-1] == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.worker import transform_fingerprint
+from cachestream.worker.job import transform_fingerprint
 from tests.worker.sources import Numbers
 
 DEADLINE_S = 60.0
@@ -34,7 +34,7 @@ def test_the_same_code_is_alike_elsewhere_and_in_another_process() -> None:
     here = transform_fingerprint(compiled(CODE))
     assert transform_fingerprint(compiled("\n\n" + CODE)) == here
     assert transform_fingerprint(functools.partial(compiled(CODE))) == here
-    script = f"from cachestream.worker.worker import transform_fingerprint\n{CODE}\nprint(transform_fingerprint(first), end='')"
+    script = f"from cachestream.worker.job import transform_fingerprint\n{CODE}\nprint(transform_fingerprint(first), end='')"
     for seed in ("1", "2"):
         found = subprocess.run(
             [sys.executable, "-c", script],

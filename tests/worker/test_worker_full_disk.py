@@ -102,7 +102,7 @@ def test_a_process_without_space_for_the_bandwidth_s_budget_says_that_the_disk_i
     job = Job(
         root=cache.path, sys_path=(), fingerprint="test", kind="sequential", seed=0, num_units=1, listing="",
         num_workers=1, concurrency=1, shard_bytes=10**6, bandwidth_bytes_per_s=1e6, when_full="evict",
-        hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=b"",
+        hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=None,
     )  # fmt: skip
     slot = Board(cache.directory.worker_file("board")).slot(0)
     fill(small_disk)
@@ -150,8 +150,8 @@ def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does
         assert "free some disk" in one_line(cache.status())
         with pytest.raises(NotEnoughSamplesError, match="No space left on device while"):
             cache.wait(min_samples=10**6, timeout_s=0.1)
-        wait_until(lambda: "it is tried again until then" in log_of(cache), "the disk's words in the log")
-        assert log_of(cache).count("it is tried again until then") <= 2, "once a process"
+        wait_until(lambda: "; trying again" in log_of(cache), "the disk's words in the log")
+        assert log_of(cache).count("; trying again") <= 2, "once a process"
         have = cache.num_samples
         subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)
         wait_until(lambda: cache.num_samples > have, "more samples")

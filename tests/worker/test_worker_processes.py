@@ -20,7 +20,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.fork_server import words_of
+from cachestream.worker.child_process import printed_lines
 from cachestream.worker.processes import import_path
 from tests.worker.sources import Numbers
 from tests.worker.support import (
@@ -346,7 +346,7 @@ def test_orphans_are_waited_for_and_children_of_others_are_not() -> None:
 
 def test_a_line_that_never_ends_comes_in_pieces() -> None:
     said = io.BufferedReader(io.BytesIO(b"one\n" + b"\rprogress" * 100_000))
-    pieces = list(words_of(said))
+    pieces = list(printed_lines(said))
     assert pieces[0] == b"one\n"
     assert max(map(len, pieces)) < 10_000
     assert b"".join(pieces).count(b"progress") == 100_000

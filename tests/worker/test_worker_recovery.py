@@ -24,7 +24,7 @@ from cachestream.errors import CacheError
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import Board
 from cachestream.worker import attachments, health
-from cachestream.worker.health import Trouble
+from cachestream.worker.health import SystemErrors
 from cachestream.worker.supervisor import Supervisor
 from tests.worker.sources import Numbers, Switched
 from tests.worker.support import (
@@ -388,7 +388,7 @@ def test_a_supervisor_that_cannot_lock_a_file_as_it_leaves_tries_again() -> None
         raise CacheError("attach.lock: Too many open files")
 
     supervisor: Any = Supervisor.__new__(Supervisor)  # without a job and a cache
-    supervisor._stop, supervisor._trouble = threading.Event(), Trouble()
+    supervisor._stop, supervisor._trouble = threading.Event(), SystemErrors()
     supervisor._record, supervisor._job = SimpleNamespace(state="filling"), SimpleNamespace(when_full="evict")
     supervisor._attachments = SimpleNamespace(
         stop_requested=lambda: False, is_needed=lambda: False, attach_lock=attach_lock

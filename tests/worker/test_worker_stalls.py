@@ -159,6 +159,6 @@ def test_pauses_grow_with_each_failed_attempt_to_a_few_seconds_and_end_when_some
     pauses_s = [reader._pause_s(unit_read, "503", time.monotonic()) for _ in range(2000)]
     assert pauses_s[0] <= 0.5
     assert 4.0 < max(pauses_s) <= LONGEST_PAUSE_S
-    unit_read.heard(SampleChunk([0], ["0"], [0], 1))
+    unit_read.received(SampleChunk([0], ["0"], [0], 1))
     assert unit_read.stall is None
     assert reader._pause_s(unit_read, "503", time.monotonic()) <= 0.5
