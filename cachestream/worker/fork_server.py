@@ -25,13 +25,14 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO, Any, Final
 
-from cachestream.linux import adopt_orphans, die_with_parent, is_there, name_process
+from cachestream.linux import adopt_orphans, die_with_parent, is_stopped, is_there, name_process
 from cachestream.worker.processes import EndedSessions, detach_from_terminal
 
 _PID: Final = struct.Struct("<i")
 _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
 _ORPHANED_CHECKS: Final = 400
+_STOPPED_S: Final = 3.0  # when a suspended job continues, its supervisor may be the first
 # The modules that the processes need; the module of the source is known when there is a job.
 _PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.worker.lister", "cachestream.sources.files")
 
@@ -108,6 +109,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._waiting: deque[ForkedProcess] = deque()
         self._is_gone = False
+        self._stopped_since_s: float | None = None
         self.ended = EndedSessions()  # of processes that the fork server has started
         can_adopt = adopt_orphans()
         self._pid = os.fork()
@@ -164,6 +166,20 @@ class ForkServer:
         """Read what the fork server has reported since the last call."""
         if not self._is_gone and self._receive_pids():
             self.close()
+
+    def give_up_if_stopped(self, now_s: float) -> bool:
+        """End a fork server that has been stopped (SIGSTOP) if a process waits for it; True if so.
+
+        To be called every second.
+        """
+        if self._is_gone or not self._waiting or not is_stopped(self._pid):
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        elif now_s - self._stopped_since_s >= _STOPPED_S:
+            self.close()
+            return True
+        return False
 
     def _receive_pids(self) -> bool:
         """Give processes their reported ids; True if the fork server is gone."""

@@ -209,6 +209,8 @@ class Supervisor:
         """End the processes that dead ones leave behind, and reap orphans; no other code does."""
         self._server.ended.end_members()
         self._server.listen()
+        if self._server.give_up_if_stopped(time.monotonic()):
+            logger.warning("the fork server was stopped; processes are started without it")
         pids = [one.pid for one in (*self._samplers.processes, self._lister.process) if one.running]
         known = [pid for pid in pids if pid is not None]
         if len(known) == len(pids):  # else an orphan might be a child whose id is not known yet
