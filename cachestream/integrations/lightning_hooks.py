@@ -14,7 +14,7 @@ from typing import Any, Final
 from cachestream.integrations.metrics import metrics
 from cachestream.training.loader import EpochLoader
 
-_FUNCTIONS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+_LOADERS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
 class EpochHooks:
@@ -134,7 +134,7 @@ class DataHooks:
         test: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
     ) -> None:
         super().__init__()
-        self.sources = {"train": train, "val": val, "test": test}
+        self._given = {"train": train, "val": val, "test": test}
         self.loaders: dict[str, Any] = {}
         self._states: dict[str, Any] = {}
 
@@ -142,17 +142,17 @@ class DataHooks:
         if not any(isinstance(callback, EpochHooks) for callback in self.trainer.callbacks):
             # Where this package is used without being installed, and so its entry point is not there.
             self.trainer.callbacks = [self.callback(), *self.trainer.callbacks]
-        for name in _FUNCTIONS.get(stage, ()):
-            source: Any = self.sources[name]
+        for name in _LOADERS.get(stage, ()):
+            source: Any = self._given[name]
             if name not in self.loaders and source is not None:
                 self.loaders[name] = loader = source() if callable(source) else source
                 if name in self._states:
                     loader.load_state_dict(self._states.pop(name))
 
     def teardown(self, stage: str) -> None:
-        for name in _FUNCTIONS.get(stage, ()):
+        for name in _LOADERS.get(stage, ()):
             loader = self.loaders.pop(name, None)
-            if callable(self.sources[name]) and isinstance(loader, EpochLoader):
+            if callable(self._given[name]) and isinstance(loader, EpochLoader):
                 self._states[name] = loader.state_dict()
                 loader.close()
 

@@ -60,7 +60,7 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                     "train on without the callback, from an epoch's beginning"
                 )
             self.loader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-        if self.loader._settings.epoch_size is None and self.loader.cache.fill_state() == "filling":
+        if self.loader._options.epoch_size is None and self.loader.cache.fill_state() == "filling":
             warnings.warn(
                 "the Trainer holds all epochs to the length of the first one, and the cache is still filling: give the "
                 "EpochLoader an epoch_size",
@@ -80,7 +80,7 @@ def _file(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """A Trainer that trains from `train_loader`; which is not split once more; all other arguments are the
+    """A Trainer that trains from `train_loader`, which is not split once more. All other arguments are the
     Trainer's.
 
     `per_device_train_batch_size` is only reported: batches are the loader's. For evaluation give

@@ -145,8 +145,8 @@ def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
     found: dict[str, Content] = {}
     for name in names:
         epoch = load_manifest(name)
-        for stretch in epoch.stretches:
-            places = [place for place in stretch.record.shard_ids.tolist() if place >= 0]
+        for segment in epoch.segments:
+            places = [place for place in segment.record.shard_ids.tolist() if place >= 0]
             found.update((epoch.shards[place].hash, epoch.shards[place]) for place in places)
     if not found:
         raise ConfigError(f"{path} holds no manifests of epochs; EpochLoader(record=FOLDER) writes them")

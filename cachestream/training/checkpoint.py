@@ -146,7 +146,7 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
     sampler.
     """
     starts = _starts(record.counts)
-    order, bounds = _base(record, int(starts[-1])), record.bounds
+    order, bounds = _drawn_order(record, int(starts[-1])), record.bounds
     for cut in record.cuts:
         tail = TailOrder(order, min(cut.position, order.size), cut.stop)
         if bounds is not None:
@@ -181,7 +181,7 @@ def _starts(counts: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _base(record: SegmentRecord, num_samples: int) -> SampleOrder:
+def _drawn_order(record: SegmentRecord, num_samples: int) -> SampleOrder:
     if record.listed is not None:
         return ListedOrder(record.listed)
     if record.kind == "sequential":

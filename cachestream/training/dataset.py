@@ -20,7 +20,7 @@ import torch.utils.data
 from cachestream.errors import EpochError
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.batches.collate import as_samples, packed
+from cachestream.training.batches.collate import as_samples, to_container
 from cachestream.training.batches.gather import Columns, Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.memory import BufferPool
@@ -73,21 +73,21 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if hasattr(index, "__len__") and not _is_one_number(index):
-            return packed(self._gather(self._check_indices(index)), self.snapshot.schema)
+            return to_container(self._gather(self._check_indices(index)), self.snapshot.schema)
         columns = self._gather(self._check_indices([operator.index(index)]))  # type: ignore[arg-type]
-        return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
+        return to_container({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
 
     def __getitems__(self, indices: Indices) -> Sequence[Any]:
         """The samples at `indices`, gathered together; a DataLoader calls this."""
-        where = self._check_indices(indices)
-        return as_samples(self._gather(where), self.snapshot.schema, len(where))
+        samples = self._check_indices(indices)
+        return as_samples(self._gather(samples), self.snapshot.schema, len(samples))
 
     def keys(self, indices: Indices | None = None) -> list[str]:
         """The keys of the samples at `indices` (None: of all samples, in order)."""
-        where = self._check_indices(range(len(self)) if indices is None else indices)
+        samples = self._check_indices(range(len(self)) if indices is None else indices)
         found: list[str] = []
-        for start in range(0, len(where), _KEYS_AT_ONCE):
-            part = where[start : start + _KEYS_AT_ONCE]
+        for start in range(0, len(samples), _KEYS_AT_ONCE):
+            part = samples[start : start + _KEYS_AT_ONCE]
             with self._exclusive():
                 gatherer = self._open()
                 found += gatherer.keys(*_mapped(gatherer.maps, part))
@@ -126,22 +126,22 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             raise TypeError(
                 f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a mask: where it is true)"
             )
-        where, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
-        if _all_within(where, size):
-            return where
+        samples, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
+        if _all_within(samples, size):
+            return samples
         if (
             given.dtype.kind == "i"
         ):  # negative values cast from unsigned ones are overflows, not indices from the end
-            where[where < 0] += size
-        if not _all_within(where, size):
+            samples[samples < 0] += size
+        if not _all_within(samples, size):
             raise IndexError(f"index {reprlib.repr(indices)} is outside of a dataset of {size} samples")
-        return where
+        return samples
 
-    def _gather(self, where: IntArray) -> Columns:
+    def _gather(self, samples: IntArray) -> Columns:
         with self._exclusive():
             gatherer = self._open()
-            shards, rows = _mapped(gatherer.maps, where)
-            self._reading.reach(where)
+            shards, rows = _mapped(gatherer.maps, samples)
+            self._reading.reach(samples)
             return gatherer.gather(shards, rows)
 
     def _exclusive(self) -> threading.Lock:
@@ -177,19 +177,19 @@ def _is_one_number(index: Any) -> bool:
     return isinstance(index, np.ndarray | torch.Tensor) and index.ndim == 0
 
 
-def _all_within(where: IntArray, size: int) -> bool:
-    """Return whether all of `where` are in range(size); as unsigned numbers, negative ones are huge."""
-    if not len(where):
+def _all_within(samples: IntArray, size: int) -> bool:
+    """Return whether all of `samples` are in range(size); as unsigned numbers, negative ones are huge."""
+    if not len(samples):
         return True
-    unsigned = where.view(np.uint64)
+    unsigned = samples.view(np.uint64)
     return bool(unsigned[unsigned.argmax()] < size)  # half the time of max()
 
 
-def _mapped(maps: EpochMaps, where: IntArray) -> tuple[IntArray, IntArray]:
-    """The shards and rows of samples `where`, with the shards mapped; raises CorruptShardError for a damaged
+def _mapped(maps: EpochMaps, samples: IntArray) -> tuple[IntArray, IntArray]:
+    """The shards and rows of samples `samples`, with the shards mapped; raises CorruptShardError for a damaged
     one.
     """
-    shards, rows = maps.locate(where)
+    shards, rows = maps.locate(samples)
     for _, error in maps.open(shards):
         raise error
     return shards, rows

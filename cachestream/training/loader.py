@@ -16,13 +16,13 @@ import torch
 from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.storage.settings import choose_split
-from cachestream.training.batches.feed import Feed
+from cachestream.training.batch_producer import BatchProducer
+from cachestream.training.batches.prefetcher import Prefetcher
 from cachestream.training.batches.transfer import make_transfer
-from cachestream.training.epoch_settings import EpochSettings, make_weights, refuse_unknown
-from cachestream.training.gathering import Gathering
+from cachestream.training.epochs import EpochSequence
+from cachestream.training.loader_options import LoaderOptions, check_objects, make_weights, refuse_unknown
 from cachestream.training.manifests import Recorder
 from cachestream.training.pipeline import Pipeline
-from cachestream.training.position import TrainerPosition
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.schedule import Schedule
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cachestream.training.batches.ragged import Ragged
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.dataset import EpochDataset
-    from cachestream.training.position import Cursor
+    from cachestream.training.iteration import EpochIteration
     from cachestream.training.samplers import SamplerLike
     from cachestream.training.stats import LoaderStats
 
@@ -127,14 +127,9 @@ class EpochLoader:
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, EpochLoader.__init__)
-        if not hasattr(cache, "take_snapshot"):
-            raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
-        if batch_transform is not None and not callable(batch_transform):
-            raise ConfigError(
-                f"batch_transform={batch_transform!r}: give a function of a batch, and perhaps a generator"
-            )
+        check_objects(cache, batch_transform)
         prefetch = check_count("prefetch", prefetch)
-        settings = EpochSettings(
+        options = LoaderOptions(
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,
@@ -149,22 +144,22 @@ class EpochLoader:
             with_keys=with_keys,
             ragged=ragged,
         ).checked(replay)
-        self._settings = settings = replace(settings, split=choose_split(cache, split, holdout))
+        self._options = options = replace(options, split=choose_split(cache, split, holdout))
         self.cache = cache
         self._pid = os.getpid()
-        self.batch_size = settings.batch_size
+        self.batch_size = options.batch_size
         folder = None if record is None else parse_path(record, "record")
-        self._recorder = None if folder is None else Recorder(folder, settings.to_record())
-        self._pipeline = _make_pipeline(cache, settings, prefetch, device, batch_transform)
+        self._recorder = None if folder is None else Recorder(folder, options.to_record())
+        self._pipeline = _make_pipeline(cache, options, prefetch, device, batch_transform)
         # The threads hold the pipeline and not the loader, so a loader without references ends them.
         weakref.finalize(self, self._pipeline.stop, join=False).atexit = False
-        self._position = TrainerPosition(self._pipeline, self._recorder, settings)
+        self._epochs = EpochSequence(self._pipeline, self._recorder, options)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; one that was left early ends. An epoch of which no batch was taken begins
         again, because frameworks call `iter()` to test for iterability.
         """
-        return _Batches(self, self._position, self._position.begin())
+        return _Batches(self, self._epochs.begin())
 
     # --- epochs
 
@@ -172,7 +167,7 @@ class EpochLoader:
         """The number of batches on each rank in the running epoch, otherwise (also after a `break`) in the
         next one, which is then prepared.
         """
-        return self._position.length()
+        return self._epochs.length()
 
     def peek(self) -> Any:
         """A copy of the first batch of the next iteration; the position does not change.
@@ -180,7 +175,7 @@ class EpochLoader:
         Prepares the next epoch as `len` does, together with the other ranks. Raises EpochError during an
         iteration, and the errors of the first `next`.
         """
-        return self._position.peek()
+        return self._epochs.peek()
 
     def __getitem__(self, index: object) -> NoReturn:
         """Raise TypeError: batches come by iteration, samples by index from `cache.snapshot()`."""
@@ -200,33 +195,33 @@ class EpochLoader:
     @property
     def epoch(self) -> int:
         """The running epoch, or else the next one; the first is 0."""
-        return self._position.epoch
+        return self._epochs.epoch
 
     @property
     def batches_done(self) -> int:
         """Batches of the running epoch that this rank was given, also before a checkpoint; 0
         between epochs.
         """
-        return self._position.batches_done or 0
+        return self._epochs.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one. Its order depends on the seed and this number."""
         number = whole_number(epoch)
         if number is None or number < 0:
             raise ConfigError(f"set_epoch({epoch!r}): give the number of an epoch, 0 or more")
-        self._position.set_epoch(number)
+        self._epochs.set_epoch(number)
 
     @property
     def dataset(self) -> EpochDataset:
         """The samples that the running epoch, otherwise the next one, is drawn from; valid until its end."""
-        return self._position.segment().dataset
+        return self._epochs.segment().dataset
 
     def update_weights(self, keys: Sequence[str], values: Any) -> None:
         """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more),
         such as their losses. Epochs prepared from now on draw by them, after an exchange between the ranks.
         Raises ConfigError without `weights=`.
         """
-        weights = self._settings.weights
+        weights = self._options.weights
         if weights is None:
             raise ConfigError("update_weights() needs EpochLoader(weights=True)")
         weights.update(keys, values)
@@ -234,7 +229,7 @@ class EpochLoader:
     @property
     def stats(self) -> LoaderStats:
         """Statistics of deliveries and waits so far."""
-        return self._position.stats()
+        return self._epochs.stats()
 
     # --- state
 
@@ -247,8 +242,8 @@ class EpochLoader:
         """
         if self._recorder is not None:
             self._recorder.flush()
-        weights = self._settings.weights
-        state = self._position.to_state()
+        weights = self._options.weights
+        state = self._epochs.to_state()
         return state if weights is None else state | {"weights": weights.to_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,12 +252,12 @@ class EpochLoader:
         Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for an invalid
         state.
         """
-        request, weights = Request.from_state(state), self._settings.weights
+        request, weights = Request.from_state(state), self._options.weights
         for record in (request.records or {}).values():
-            record.check_split(self._settings.split)
+            record.check_split(self._options.split)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
-        self._position.resume_from(request)
+        self._epochs.resume_from(request)
 
     # --- the end
 
@@ -275,7 +270,7 @@ class EpochLoader:
         if self._pid != os.getpid():
             return
         try:
-            self._position.close()
+            self._epochs.close()
             if self._recorder is not None:
                 self._recorder.close()
         finally:
@@ -294,7 +289,7 @@ class EpochLoader:
         self.close()
 
     def __repr__(self) -> str:
-        done = self._position.batches_done
+        done = self._epochs.batches_done
         running = "" if done is None else f" after {done} batches"
         return (
             f"<EpochLoader epoch {self.epoch}{running}, batch_size {self.batch_size}, of {self.cache.path}>"
@@ -304,19 +299,18 @@ class EpochLoader:
 class _Batches(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, loader: EpochLoader, position: TrainerPosition, cursor: Cursor) -> None:
+    def __init__(self, loader: EpochLoader, iteration: EpochIteration) -> None:
         self._loader = loader  # a reference: the threads end with the loader
-        self._position = position
-        self._cursor = cursor
-        cursor.iteration = weakref.ref(self)
+        self._iteration = iteration
+        iteration.iterator = weakref.ref(self)
 
     def __next__(self) -> Any:
-        return self._position.next(self._cursor)
+        return self._iteration.next()
 
 
 def _make_pipeline(
     cache: Cache,
-    settings: EpochSettings,
+    options: LoaderOptions,
     prefetch: int,
     device: torch.device | str | int | None,
     transform: BatchTransform | None,
@@ -325,13 +319,13 @@ def _make_pipeline(
     find = functools.partial(
         find_ranks,
         next(_instances),
-        settings.to_compare(),
+        options.to_compare(),
         cache.cache_id,
-        Deadlines(0.9 * settings.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * settings.timeout_s)),
+        Deadlines(0.9 * options.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * options.timeout_s)),
         closed,
     )
-    preparer = Preparer(cache, settings, find, closed)
+    preparer = Preparer(cache, options, find, closed)
     schedule = Schedule(prefetch)
-    feed = Feed(prefetch, transfer) if transform is None else None
-    gathering = Gathering(schedule, transfer, transform, cache.quarantine, feed)
-    return Pipeline(schedule, preparer, transfer, gathering, closed)
+    prefetcher = Prefetcher(prefetch, transfer) if transform is None else None
+    producer = BatchProducer(schedule, transfer, transform, cache.quarantine, prefetcher)
+    return Pipeline(schedule, preparer, transfer, producer, closed)

@@ -1,7 +1,7 @@
 """Manifests of epochs: written beside the training, and replayed.
 
 A manifest is a JSON file that describes an epoch: its shards by content, their order, and its cuts into
-batches. An epoch is a chain of stretches, each a run of batches from one set of shards: one stretch for each
+batches. An epoch is a chain of segments, each a run of batches from one set of shards: one segment for each
 pass over the cache, and one more for each resume of the job. The command line reads manifests, so nothing
 here imports torch.
 """
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _FORMAT: Final = "cachestream epoch"
 _VERSION: Final = 1
 _NAME: Final = re.compile(r"epoch-([0-9]{6,})\.json")
-_COUNTS: Final = ("index", "done", "batches", "samples", "batch_size", "ranks")  # of a stretch
+_COUNTS: Final = ("index", "done", "batches", "samples", "batch_size", "ranks")  # of a segment
 _CLOSE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class RecordedSegment:
     """`batches` batches for each of the `ranks` that shared the order, after `done` batches of the epoch.
 
     `samples` samples of the order were drawn for them. The shards of `record` are numbered by their index in
@@ -56,8 +56,16 @@ class Stretch:
     ranks: int
     record: SegmentRecord
 
-    def until(self, done: int) -> Stretch:
-        """The stretch, cut off after `done` batches of the epoch."""
+    def to_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COUNTS} | {"order": self.record.to_state()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> RecordedSegment:
+        counts = {name: int(state[name]) for name in _COUNTS}
+        return cls(**counts, record=SegmentRecord.from_state(state["order"]))
+
+    def until(self, done: int) -> RecordedSegment:
+        """The segment, cut off after `done` batches of the epoch."""
         if done >= self.done + self.batches:
             return self
         batches = max(0, done - self.done)
@@ -80,7 +88,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochManifest:
-    """An epoch as it was trained on one cache: `shards` are those that its stretches name.
+    """An epoch as it was trained on one cache: `shards` are those that its segments name.
 
     `settings` describe the job for readers: world size, seed and the like.
     """
@@ -88,10 +96,10 @@ class EpochManifest:
     epoch: int
     settings: dict[str, Any]
     shards: tuple[Content, ...]
-    stretches: tuple[Stretch, ...]
+    segments: tuple[RecordedSegment, ...]
 
-    def with_stretch(self, stretch: Stretch, contents: Iterable[Content]) -> EpochManifest:
-        """The epoch, continued with `stretch` from its beginning; its shards have the ids in `contents`."""
+    def continued(self, segment: RecordedSegment, contents: Iterable[Content]) -> EpochManifest:
+        """The epoch, continued with `segment` from its beginning; its shards have the ids in `contents`."""
         places = {(shard.shard_id, shard.hash): place for place, shard in enumerate(self.shards)}
         shards = list(self.shards)
         names: dict[int, int] = {}
@@ -102,10 +110,10 @@ class EpochManifest:
                 shards.append(content)
             names[content.shard_id] = places[identity]
         # Shards that were gone already get negative numbers, which are never looked up.
-        ids = np.array([names.get(old, -1 - old) for old in stretch.record.shard_ids.tolist()], np.int64)
-        before = [old.until(stretch.done) for old in self.stretches if old.done < stretch.done]
-        added = replace(stretch, record=stretch.record.renumbered(ids))
-        return replace(self, shards=tuple(shards), stretches=(*before, added))
+        ids = np.array([names.get(old, -1 - old) for old in segment.record.shard_ids.tolist()], np.int64)
+        before = [old.until(segment.done) for old in self.segments if old.done < segment.done]
+        added = replace(segment, record=segment.record.renumbered(ids))
+        return replace(self, shards=tuple(shards), segments=(*before, added))
 
 
 def manifest_name(epoch: int, leader: int) -> str:
@@ -126,7 +134,7 @@ def save_manifest(path: str, manifest: EpochManifest) -> None:
         "version": _VERSION,
         "epoch": manifest.epoch,
         "settings": manifest.settings,
-        "stretches": [_to_state(stretch) for stretch in manifest.stretches],
+        "stretches": [segment.to_state() for segment in manifest.segments],
         "fills": [json.loads(text) for text in fills],
         "shards": shards,
     }
@@ -157,8 +165,8 @@ def load_manifest(path: str) -> EpochManifest:
             Content(shard_id, count, name, dict(fills[fill]) | ({} if spans is None else {"spans": spans}))
             for shard_id, count, name, fill, spans in values["shards"]
         ]
-        stretches = tuple(map(_from_state, values["stretches"]))
-        return EpochManifest(int(values["epoch"]), values["settings"], tuple(shards), stretches)
+        segments = tuple(map(RecordedSegment.from_state, values["stretches"]))
+        return EpochManifest(int(values["epoch"]), values["settings"], tuple(shards), segments)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); give the manifest of an epoch"
@@ -169,15 +177,6 @@ def load_manifest(path: str) -> EpochManifest:
         raise ConfigError(
             f"{path} is no manifest of an epoch ({error!r}); EpochLoader(record=FOLDER) writes them"
         ) from error
-
-
-def _to_state(stretch: Stretch) -> dict[str, Any]:
-    return {name: getattr(stretch, name) for name in _COUNTS} | {"order": stretch.record.to_state()}
-
-
-def _from_state(state: dict[str, Any]) -> Stretch:
-    counts = {name: int(state[name]) for name in _COUNTS}
-    return Stretch(**counts, record=SegmentRecord.from_state(state["order"]))
 
 
 class Recorder:
@@ -255,7 +254,7 @@ class Recorder:
         if request.done:
             with suppress(CacheStreamError):  # there is none where the epoch began elsewhere
                 manifest = load_manifest(path)
-        stretch = Stretch(
+        recorded = RecordedSegment(
             request.index,
             request.done,
             plan.num_batches,
@@ -264,7 +263,7 @@ class Recorder:
             plan.ranks,
             segment.record,
         )
-        save_manifest(path, manifest.with_stretch(stretch, contents))
+        save_manifest(path, manifest.continued(recorded, contents))
 
 
 class Replay:
@@ -285,13 +284,13 @@ class Replay:
                 f"replay={path!r} holds no manifests (epoch-000000.json, …); EpochLoader(record=…) writes them"
             )
 
-    def stretch(self, cache: Cache, epoch: int, index: int, leader: int) -> SegmentRecord:
-        """Stretch `index` of `epoch` with the shard ids of `cache`, whose first rank is `leader`.
+    def segment(self, cache: Cache, epoch: int, index: int, leader: int) -> SegmentRecord:
+        """Segment `index` of `epoch` with the shard ids of `cache`, whose first rank is `leader`.
 
         Raises EpochError when some of its shards are not cached.
         """
-        manifest, stretches = self._stretches(epoch, leader)
-        record = stretches[index].drawn()
+        manifest, segments = self._segments(epoch, leader)
+        record = segments[index].drawn()
         # Negative numbers stand for shards that were gone when the epoch was recorded.
         needed = {place: manifest.shards[place] for place in record.shard_ids.tolist() if place >= 0}
         found = self._contents.find(cache.path, sample_counts(cache.catalogue), needed.values())
@@ -306,20 +305,20 @@ class Replay:
         return record.renumbered(np.array(ids, np.int64))
 
     def batches_after(self, epoch: int, index: int, leader: int, batch_size: int, ranks: int) -> int:
-        """The number of batches that the stretches after stretch `index` of `epoch` give each of `ranks`."""
-        later = self._stretches(epoch, leader)[1][index + 1 :]
-        return sum(stretch.batches_for(batch_size, ranks) for stretch in later)
+        """The number of batches that the segments after segment `index` of `epoch` give each of `ranks`."""
+        later = self._segments(epoch, leader)[1][index + 1 :]
+        return sum(segment.batches_for(batch_size, ranks) for segment in later)
 
     def _path(self, epoch: int, leader: int) -> str:
         return self._single or os.path.join(self._folder, manifest_name(epoch, leader))
 
-    def _stretches(self, epoch: int, leader: int) -> tuple[EpochManifest, list[Stretch]]:
+    def _segments(self, epoch: int, leader: int) -> tuple[EpochManifest, list[RecordedSegment]]:
         if epoch not in self.epochs:
             raise EpochError(
                 f"epoch {epoch} is not recorded in {self._folder}, which holds the epochs {_ranges(self.epochs)}"
             )
         manifest = self._load(self._path(epoch, leader))
-        return manifest, [stretch for stretch in manifest.stretches if stretch.batches]
+        return manifest, [segment for segment in manifest.segments if segment.batches]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -9,30 +9,30 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import traceback
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
-from cachestream.training.batches.feed import check_process
-from cachestream.training.batches.segment_reader import LocationsAhead
-from cachestream.training.gathering import use_one_torch_thread
+from cachestream.training.batches.prefetcher import check_process
+from cachestream.training.batches.sample_locations import LocationsAhead
+from cachestream.training.ordered_threads import use_one_torch_thread
 from cachestream.training.ranks import find_job, warn_if_early
 from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:
+    from cachestream.training.batch_producer import BatchProducer
     from cachestream.training.batches.transfer import Transfer
-    from cachestream.training.gathering import Gathering
     from cachestream.training.prepare import Preparer
     from cachestream.training.rendezvous import ProcessGroup
     from cachestream.training.schedule import Schedule
-    from cachestream.training.segment import Request
+    from cachestream.training.segment import Request, Segment
 
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 _RANKS_POLL_S: Final = 0.25  # between two checks for a request of another rank
@@ -47,14 +47,6 @@ _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
-class _Stage(Enum):
-    """The stage of the threads: NEW ── start ──▶ RUNNING ── stop ──▶ STOPPED; NEW may be stopped, too."""
-
-    NEW = "new"
-    RUNNING = "running"
-    STOPPED = "stopped"
-
-
 class Pipeline:
     """Owner of the two threads, which end with `stop`, with the loader, and with the interpreter."""
 
@@ -63,16 +55,15 @@ class Pipeline:
         schedule: Schedule,
         preparer: Preparer,
         transfer: Transfer,
-        gathering: Gathering,
+        producer: BatchProducer,
         closed: threading.Event,
     ) -> None:
         self.schedule = schedule
         self.preparer = preparer
         self.transfer = transfer
-        self._gathering = gathering
+        self._producer = producer
         self._executor = ThreadPoolExecutor(1, "cachestream-locate")
         self._closed = closed
-        self._stage = _Stage.NEW
         self.job: ProcessGroup | None = None  # of this process, since `join_job` found it
         self._warned_early = False
         self._pid = os.getpid()
@@ -84,9 +75,10 @@ class Pipeline:
     def start(self) -> None:
         """Start the threads, once. Raises EpochError in a forked child."""
         check_process(self._pid)
-        if self._stage is _Stage.STOPPED:
+        if self._closed.is_set():
             raise EpochError("this EpochLoader is closed; make a new one")
-        if self._stage is _Stage.RUNNING:
+        new = [thread for thread in self._threads if thread.ident is None]
+        if not new:
             return
         self._warned_early = warn_if_early(
             _EARLY, "it answers for one process alone, until a later call finds the others"
@@ -95,14 +87,11 @@ class Pipeline:
         _pipelines.add(self)
         try:
             self._executor.submit(int)  # starts its thread: later submits fail only after the shutdown
-            for thread in self._threads:
-                if thread.ident is None:  # else started by a call that was interrupted
-                    thread.start()
+            for thread in new:
+                thread.start()
         except RuntimeError as error:
             self.stop()
             raise EpochError(f"{error}: {NO_THREADS}") from error
-        if self._stage is _Stage.NEW:
-            self._stage = _Stage.RUNNING
 
     def join_job(self) -> bool:
         """Join the `torch.distributed` job of this process if it is a new one; return whether it is.
@@ -114,7 +103,7 @@ class Pipeline:
         if job is None or job == self.job:
             return False
         check_process(self._pid)
-        if self.preparer.was_alone and job.size > 1 and not self._warned_early:
+        if self.preparer.num_ranks == 1 and job.size > 1 and not self._warned_early:
             warnings.warn(
                 f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process alone: it is rank "
                 f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call init_process_group() first",
@@ -132,29 +121,29 @@ class Pipeline:
         """
         if self._pid != os.getpid():
             return
-        self._stage = _Stage.STOPPED
         self._closed.set()
         self.schedule.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()]  # frees those never started
         if not join:
             return
-        if self._gathering.feed is not None:
-            self._gathering.feed.close(join_s)
+        if self._producer.prefetcher is not None:
+            self._producer.prefetcher.close(join_s)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(join_s)
         # Threads that still run are joined again at exit.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self.preparer.forget()
 
     # --- preparing
 
     def _prepare_loop(self) -> None:
-        schedule, preparer = self.schedule, self.preparer
+        schedule, preparer, checked_s = self.schedule, self.preparer, 0.0
         while True:
             schedule.activity["prepare"] = "waiting for its time"
-            preparer.check_filling()
+            if time.monotonic() - checked_s >= _CHECK_FILLING_S:
+                preparer.check_filling()
+                checked_s = time.monotonic()
             asked = schedule.wait_request(2 * preparer.last_s, self._wait_s())
             if asked is None:
                 preparer.finish()
@@ -162,7 +151,7 @@ class Pipeline:
                 return
             request, due = asked
             try:
-                if not due and not self._requested_by_other(request):
+                if not due and not (schedule.may_prepare_early(request) and preparer.requested(request)):
                     self._open_some()
                     continue
                 schedule.activity["prepare"] = f"preparing epoch {request.epoch}"
@@ -178,12 +167,9 @@ class Pipeline:
 
     def _wait_s(self) -> float:
         """The longest wait for the next request before other work is checked, in seconds."""
-        if self.schedule.to_open() is not None:
+        if self._to_open() is not None:
             return 0.0
-        return _CHECK_FILLING_S if self.preparer.alone else _RANKS_POLL_S
-
-    def _requested_by_other(self, request: Request) -> bool:
-        return self.schedule.may_prepare_early(request) and self.preparer.requested(request)
+        return _CHECK_FILLING_S if self.preparer.num_ranks <= 1 else _RANKS_POLL_S
 
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
@@ -198,9 +184,14 @@ class Pipeline:
             if not wanted:
                 segment.close()
 
+    def _to_open(self) -> Segment | None:
+        """The segment being gathered, if some of its shards are still to be opened; otherwise None."""
+        segment = self.schedule.gathering
+        return None if segment is None or segment.opened_ahead or segment.maps.all_mapped else segment
+
     def _open_some(self) -> None:
         """Open a few more shards of the running segment before its batches need them."""
-        segment = self.schedule.to_open()
+        segment = self._to_open()
         if segment is None:
             return
         maps = segment.maps
@@ -215,17 +206,17 @@ class Pipeline:
 
     def _gather_loop(self) -> None:
         use_one_torch_thread()
-        schedule, feed = self.schedule, self._gathering.feed
+        schedule, prefetcher = self.schedule, self._producer.prefetcher
         while True:
             schedule.activity["gather"] = "waiting for a prepared epoch"
             segment = schedule.next_segment()
             if segment is None:
-                if feed is not None:
-                    feed.close(_JOIN_S)
+                if prefetcher is not None:
+                    prefetcher.close(_JOIN_S)
                 return
             schedule.activity["gather"] = f"gathering epoch {segment.request.epoch}"
             try:
-                self._gathering.run(segment)
+                self._producer.run(segment)
             except Cancelled:
                 continue
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it

@@ -200,44 +200,22 @@ class Plan:
     num_batches: int
     bounds: IntArray | None = None
 
-    @property
-    def num_full(self) -> int:
-        """The number of batches that have `batch_size` samples on all ranks."""
-        return min(self.num_batches, self.num_samples // (self.batch_size * self.ranks))
-
     def position(self, batch_index: int) -> int:
         """The position in the order at which batch `batch_index` of all ranks begins."""
         if self.bounds is not None:
             return int(self.bounds[min(batch_index * self.ranks, len(self.bounds) - 1)])
         return min(batch_index * self.batch_size * self.ranks, self.num_samples)
 
-    def span(self, rank: int, batch_index: int) -> tuple[int, int]:
-        """Batch `batch_index` of `rank` as a run of the order: the first position and the one
-        after the last.
-        """
-        if not (0 <= batch_index < self.num_batches and 0 <= rank < self.ranks):
-            raise IndexError(
-                f"batch {batch_index} of rank {rank}, of {self.num_batches} for {self.ranks} ranks"
-            )
-        if self.bounds is not None:
-            place = batch_index * self.ranks + rank
-            return int(self.bounds[place]), int(self.bounds[place + 1])
-        start = self.position(batch_index)
-        if batch_index < self.num_full:
-            return start + rank * self.batch_size, start + (rank + 1) * self.batch_size
-        share, extra = divmod(self.num_samples - start, self.ranks)
-        first = start + rank * share + min(rank, extra)
-        return first, first + share + (rank < extra)
-
     def spans(self, rank: int, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """The `span` of each batch from `first` up to `stop`: first positions, and those after the last,
-        int64 `[n]`.
+        """Batches `first` up to `stop` of `rank` as runs of the order: the first positions, and those after
+        the last, int64 `[n]`.
         """
-        whole = min(stop, self.num_full) if self.bounds is None else first
-        starts = (np.arange(first, whole) * self.ranks + rank) * self.batch_size
-        rest = [self.span(rank, number) for number in range(max(first, whole), stop)]
-        others = np.array(rest, np.int64).reshape(-1, 2)
-        return (
-            np.concatenate([starts, others[:, 0]]),
-            np.concatenate([starts + self.batch_size, others[:, 1]]),
-        )
+        numbers = np.arange(first, stop, dtype=np.int64)
+        if self.bounds is not None:
+            places = numbers * self.ranks + rank
+            return self.bounds[places], self.bounds[places + 1]
+        together = self.batch_size * self.ranks
+        begins = numbers * together
+        shares, extra = np.divmod(np.minimum(self.num_samples - begins, together), self.ranks)
+        starts = begins + rank * shares + np.minimum(rank, extra)
+        return starts, starts + shares + (rank < extra)

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -17,27 +17,26 @@ from cachestream.permutation import mix_key
 from cachestream.storage.snapshots import any_cached
 from cachestream.storage.status import warn_of_loss, warn_of_skipped
 from cachestream.training.checkpoint import SegmentRecord, rebuild, translate
-from cachestream.training.cold_start import wait_for_samples
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
+from cachestream.training.min_samples import wait_for_samples
 from cachestream.training.plan import Plan, count_batches, run_length
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.samplers import evaluate, join_selections
 from cachestream.training.segment import Segment
-from cachestream.training.shared_snapshot import HeldSnapshot, SnapshotHolder
 from cachestream.training.weights import draw
 
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
     from cachestream.storage.cache import Cache
-    from cachestream.training.epoch_settings import EpochSettings
+    from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.ranks import Payload, Ranks
     from cachestream.training.rendezvous import ProcessGroup
     from cachestream.training.segment import Request
 
 
 logger = logging.getLogger("cachestream")
-_CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 
 
 class Preparer:
@@ -50,21 +49,20 @@ class Preparer:
     def __init__(
         self,
         cache: Cache,
-        settings: EpochSettings,
+        options: LoaderOptions,
         find: Callable[[ProcessGroup | None], Ranks],
         closed: threading.Event,
     ) -> None:
         self._cache = cache
-        self._settings = settings
+        self._options = options
         self._find = find
         self._found: Ranks | None = None
         # The job of this rank, and the generation at which the rank joined it.
         self._wanted: tuple[ProcessGroup | None, int] = (None, 0)
         self._joined: tuple[ProcessGroup | None, int] = self._wanted
         self._closed = closed
-        self._holder = SnapshotHolder(cache, settings)
+        self._snapshots = EpochSnapshots(cache, options)
         self.last_s = 0.0
-        self._checked_s = 0.0
 
     @property
     def ranks(self) -> Ranks:
@@ -94,14 +92,9 @@ class Preparer:
         return name, f"{name}.lists", f"{name}.order"
 
     @property
-    def alone(self) -> bool:
-        """True if this rank is the only one, or no other has been found yet."""
-        return self._found is None or self._found.size == 1
-
-    @property
-    def was_alone(self) -> bool:
-        """True if epochs were prepared for a single process."""
-        return self._found is not None and self._found.size == 1
+    def num_ranks(self) -> int:
+        """The number of ranks that were found; 0 before that."""
+        return 0 if self._found is None else self._found.size
 
     def requested(self, request: Request) -> bool:
         """Return whether another rank waits for this one to prepare `request`."""
@@ -116,38 +109,35 @@ class Preparer:
         began_s = time.monotonic()
         ranks, rounds = self._find_ranks(), self._rounds(request)
         ranks.request(rounds[0])
-        held: HeldSnapshot | None = None
-        try:
+        with ExitStack() as undo:
             try:
                 if self._starts_cold(request):
                     num_ranks = len(ranks.group)
-                    wait_for_samples(self._cache, self._settings, num_ranks, cancelled, self._closed)
+                    wait_for_samples(self._cache, self._options, num_ranks, cancelled, self._closed)
                 if ranks.leads:
                     warn_of_skipped(self._cache)
-                until_s = time.monotonic() + budget_s
-                size = self._remaining(request)
-                held = self._holder.hold(ranks, rounds[0], request, size, until_s, cancelled)
-                segment = self._make_segment(request, held, cancelled)
+                until_s, size = time.monotonic() + budget_s, self._remaining(request)
+                taken = self._snapshots.take(ranks, rounds[0], request, size, until_s, cancelled)
+                undo.callback(taken.lease.release)
+                segment = self._make_segment(request, taken, cancelled)
+            except Cancelled:
+                raise
             except Exception as error:
-                if not isinstance(error, Cancelled):
-                    for name in rounds:
-                        ranks.report(name, error)
+                for name in rounds:
+                    ranks.report(name, error)
                 raise
             self._agree(segment, cancelled)
-        except BaseException:
-            if held is not None:
-                held.lease.release()
-            raise
-        if self._settings.weights is not None:
-            self._settings.weights.confirm()
-        self._holder.maps = held.maps
+            undo.pop_all()
+        if self._options.weights is not None:
+            self._options.weights.confirm()
+        self._snapshots.maps = taken.maps
         self.last_s = time.monotonic() - began_s
         return segment
 
     def finish(self) -> None:
         """Release the last snapshot, and write the uses of its shards. Called by the preparing thread."""
         try:
-            self._holder.finish()
+            self._snapshots.finish()
         except CacheStreamError as error:
             logger.warning(
                 "%s: the last epochs were not counted as uses of its shards: %s", self._cache.path, error
@@ -157,21 +147,18 @@ class Preparer:
         """Warn if the supervisor that fills the cache was killed: all further epochs would have the same
         samples.
         """
-        now_s = time.monotonic()
-        if now_s - self._checked_s >= _CHECK_FILLING_S:
-            self._checked_s = now_s
-            with suppress(CacheStreamError):
-                warn_of_loss(self._cache)
+        with suppress(CacheStreamError):
+            warn_of_loss(self._cache)
 
     def forget(self) -> None:
         """Drop the maps kept for the next preparation."""
-        self._holder.maps = None
+        self._snapshots.maps = None
 
     def _starts_cold(self, request: Request) -> bool:
         """Return whether to wait for samples: no recorded shard of the segment is cached, or nothing is
         recorded.
         """
-        if self._settings.replay is not None:
+        if self._options.replay is not None:
             return False
         record = (request.records or {}).get(self._cache.cache_id)
         return record is None or not any_cached(self._cache.catalogue, record.shard_ids.tolist())
@@ -182,36 +169,36 @@ class Preparer:
         """The number of samples that the epoch still takes from the order of this cache's ranks;
         None: all.
         """
-        if self._settings.epoch_size is None:
+        if self._options.epoch_size is None:
             return None
         group_size = len(self.ranks.group)
-        return max(0, (self._settings.epoch_size - request.drawn) * group_size // self.ranks.size)
+        return max(0, (self._options.epoch_size - request.drawn) * group_size // self.ranks.size)
 
-    def _make_segment(self, request: Request, held: HeldSnapshot, cancelled: Callable[[], bool]) -> Segment:
-        settings, ranks = self._settings, self.ranks
-        dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
-        if settings.weights is not None:  # also where nothing is drawn: other ranks may have to draw
-            settings.weights.exchange(ranks, self._rounds(request)[1], cancelled)
-        record = held.record or self._draw(request, dataset, cancelled)
+    def _make_segment(self, request: Request, taken: EpochSnapshot, cancelled: Callable[[], bool]) -> Segment:
+        options, ranks = self._options, self.ranks
+        dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
+        if options.weights is not None:  # also where nothing is drawn: other ranks may have to draw
+            options.weights.exchange(ranks, self._rounds(request)[1], cancelled)
+        record = taken.record or self._draw(request, dataset, cancelled)
         order, bounds = rebuild(record)
         missing = 0
         if request.records:
             given = request.records.get(self._cache.cache_id) or next(iter(request.records.values()))
-            missing = rebuild(given)[0].size - (0 if held.record is None else order.size)
+            missing = rebuild(given)[0].size - (0 if taken.record is None else order.size)
         plan, total = self._plan(request, order.size, bounds)
         return Segment(
             request,
             dataset,
-            held.maps,
-            translate(order, record, held.snapshot),
+            taken.maps,
+            translate(order, record, taken.snapshot),
             plan,
             ranks.group.index(ranks.rank),
-            total + held.later_batches,
+            total + taken.later_batches,
             record,
             missing,
-            with_keys=settings.with_keys,
-            ragged=settings.ragged,
-            transform_key=mix_key(settings.seed, request.epoch, ranks.rank),
+            with_keys=options.with_keys,
+            ragged=options.ragged,
+            transform_key=mix_key(options.seed, request.epoch, ranks.rank),
         )
 
     def _draw(self, request: Request, dataset: EpochDataset, cancelled: Callable[[], bool]) -> SegmentRecord:
@@ -220,36 +207,34 @@ class Preparer:
         Raises the errors of the sampler, ConfigError for samples that do not exist, and as `StoreRanks.agree`
         does.
         """
-        settings, ranks, snapshot = self._settings, self.ranks, dataset.snapshot
+        options, ranks, snapshot = self._options, self.ranks, dataset.snapshot
         _, lists, order = self._rounds(request)
-        key, limit = mix_key(settings.seed, request.epoch, request.index), self._remaining(request)
+        key, limit = mix_key(options.seed, request.epoch, request.index), self._remaining(request)
         size = snapshot.num_samples if limit is None else min(snapshot.num_samples, limit)
-        split = None if settings.split is None else settings.split.name
+        split = None if options.split is None else options.split.name
         record = SegmentRecord(snapshot.shard_ids, snapshot.counts, "shuffled", size, key, split=split)
-        if (weights := settings.weights) is not None:
-
-            def make() -> Payload:
-                of_samples = weights.of_snapshot(snapshot)
-                return {"drawn": pack_numbers(draw(of_samples, size, key))}
-
-            listed = unpack_numbers(ranks.share(order, make, cancelled)["drawn"])
+        if (weights := options.weights) is not None:
+            mine: Payload | None = None
+            if ranks.leads:
+                mine = {"drawn": pack_numbers(draw(weights.of_snapshot(snapshot), size, key))}
+            listed = unpack_numbers(ranks.share(order, mine, cancelled)["drawn"])
             return replace(record, kind="listed", drawn=len(listed), listed=listed)
-        if settings.sampler is not None:
-            chosen = evaluate(settings.sampler, dataset, request.epoch, key, limit, len(ranks.group))
+        if options.sampler is not None:
+            chosen = evaluate(options.sampler, dataset, request.epoch, key, limit, len(ranks.group))
             if not chosen.shared and len(ranks.group) > 1:
-                chosen = join_selections(chosen, settings.batch_size, ranks, lists, cancelled)
+                chosen = join_selections(chosen, options.batch_size, ranks, lists, cancelled)
             listed, bounds = chosen.indices, chosen.bounds
             return replace(record, kind="listed", drawn=len(listed), listed=listed, bounds=bounds)
-        if settings.locality is not None:
-            return replace(record, kind="local", local=(settings.locality, run_length(snapshot.counts)))
-        return record if settings.shuffle else replace(record, kind="sequential")
+        if options.locality is not None:
+            return replace(record, kind="local", local=(options.locality, run_length(snapshot.counts)))
+        return record if options.shuffle else replace(record, kind="sequential")
 
     def _plan(self, request: Request, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
         """The plan of this rank, and the number of batches in the epoch before the ranks agree on the
         smallest.
         """
-        settings, group_size = self._settings, len(self.ranks.group)
-        batch_size, drop_last, remaining = settings.batch_size, settings.drop_last, self._remaining(request)
+        options, group_size = self._options, len(self.ranks.group)
+        batch_size, drop_last, remaining = options.batch_size, options.drop_last, self._remaining(request)
         if bounds is not None:
             batches = (len(bounds) - 1) // group_size
             return Plan(size, batch_size, group_size, batches, bounds), request.done + batches
@@ -262,7 +247,7 @@ class Preparer:
         if not batches and request.records is None:
             if remaining is not None and remaining < batch_size * group_size:
                 raise ConfigError(
-                    f"epoch_size={settings.epoch_size} makes no batch of {batch_size} for each of "
+                    f"epoch_size={options.epoch_size} makes no batch of {batch_size} for each of "
                     f"{self.ranks.size} ranks: give at least {batch_size * self.ranks.size}"
                 )
             raise NotEnoughSamplesError(
@@ -294,11 +279,11 @@ class Preparer:
         batches = min(answer["batches"] for answer in answers)
         segment.total = total
         segment.plan = replace(plan, num_batches=max(0, min(batches, total - request.done)))
-        segment.others = {
+        segment.caches = {
             answer["cache"]: (SegmentRecord.from_state(answer["record"]), answer["ranks"])
             for answer in answers
             if "record" in answer
         }
-        resumed = segment.others.keys() & (request.records or {}).keys()
+        resumed = segment.caches.keys() & (request.records or {}).keys()
         if resumed and self._cache.cache_id not in resumed:
             segment.missing = 0  # this cache joined after the checkpoint; other caches have its samples

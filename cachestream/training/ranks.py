@@ -64,18 +64,17 @@ class Ranks:
         """Return whether a rank has asked for round `name`."""
         return False
 
-    def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
-        """The payload that the group's leader made in round `name`."""
-        return make()
+    def share(self, name: str, mine: Payload | None, cancelled: Callable[[], bool]) -> Payload:
+        """The payload of the group's leader in round `name`; the other ranks give None."""
+        assert mine is not None
+        return mine
 
-    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        """The payloads of the group's ranks in round `name`, in the group's order. An error of any is raised
-        on all.
+    def agree(
+        self, name: str, mine: Payload, cancelled: Callable[[], bool], *, in_group: bool = False
+    ) -> list[Payload]:
+        """The payloads of all ranks, or of those in the group, in round `name`, in ascending order. An error of
+        any of them is raised on all.
         """
-        return [mine]
-
-    def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        """The payloads of all ranks in round `name`, by rank. An error of any rank is raised on all."""
         return [mine]
 
     def report(self, name: str, error: Exception) -> None:
@@ -143,29 +142,26 @@ class StoreRanks(Ranks):
     def requested(self, name: str) -> bool:
         return bool(self._connection.call(lambda store: store.check([f"{name}/request"])))
 
-    def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
-        if self.leads:
-            made = make()
-            self._post(f"{name}/made/{self.rank}", made)
-            return made
+    def share(self, name: str, mine: Payload | None, cancelled: Callable[[], bool]) -> Payload:
+        if mine is not None:
+            self._post(f"{name}/made/{self.rank}", mine)
+            return mine
         return self._collect(
             f"{name}/made", self.group[:1], "prepared the epoch", self._group_deadline_s, cancelled
         )[0]
 
-    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        # No keys are deleted after it, because ranks of other groups may still read the previous round.
+    def agree(
+        self, name: str, mine: Payload, cancelled: Callable[[], bool], *, in_group: bool = False
+    ) -> list[Payload]:
         self._post(f"{name}/ready/{self.rank}", mine)
-        return self._collect(
-            f"{name}/ready", self.group, "prepared the epoch", self._group_deadline_s, cancelled
-        )
-
-    def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        self._post(f"{name}/ready/{self.rank}", mine)
-        answers = self._collect(
-            f"{name}/ready", range(self.size), "prepared the epoch", self._round_deadline_s, cancelled
-        )
-        self._agreed_once = True
-        self._forget_last_round(name)
+        if in_group:
+            ranks, deadline_s = self.group, self._group_deadline_s
+        else:
+            ranks, deadline_s = tuple(range(self.size)), self._round_deadline_s
+        answers = self._collect(f"{name}/ready", ranks, "prepared the epoch", deadline_s, cancelled)
+        if not in_group:  # ranks of other groups may still read the previous round
+            self._agreed_once = True
+            self._forget_last_round(name)
         return answers
 
     def report(self, name: str, error: Exception) -> None:

@@ -52,7 +52,7 @@ def join_selections(
         "drawn": pack_numbers(mine.indices),
         "bounds": None if mine.bounds is None else pack_numbers(mine.bounds),
     }
-    answers = ranks.agree_in_group(name, share, cancelled)
+    answers = ranks.agree(name, share, cancelled, in_group=True)
     lists = [unpack_numbers(answer["drawn"]) for answer in answers]
     bounds = [unpack_numbers(answer["bounds"]) for answer in answers if answer["bounds"] is not None]
     if bounds and len(bounds) < len(lists):
@@ -93,7 +93,11 @@ def evaluate(
             "of samples"
         )
     fitted = _fitted(made, dataset, epoch)
-    shared, seeded = not _splits(fitted), _without_generator(fitted)
+    # A fitted DistributedSampler gives everything; a user's class of that kind gives this rank its share.
+    shared = not any(
+        hasattr(part, "num_replicas") and not isinstance(part, DistributedSampler) for part in _nested(fitted)
+    )
+    seeded = [part for part in _nested(fitted) if getattr(part, "generator", False) is None]
     for part in seeded:
         part.generator = torch.Generator().manual_seed(key & (2**63 - 1))
     try:
@@ -187,22 +191,11 @@ def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
     return sampler
 
 
-def _splits(sampler: Any) -> bool:
-    """Return whether the sampler, or one inside it, is a user's class that gives this rank its share."""
-    if isinstance(sampler, DistributedSampler):
-        return False  # fitted: it gives everything
-    return hasattr(sampler, "num_replicas") or (hasattr(sampler, "sampler") and _splits(sampler.sampler))
-
-
-def _without_generator(sampler: Any) -> list[Any]:
-    """The samplers among `sampler` and those inside it (BatchSampler) that draw from torch's global
-    generator.
-    """
-    inner = getattr(sampler, "sampler", None)
-    found = _without_generator(inner) if inner is not None else []
-    if getattr(sampler, "generator", False) is None:
-        found.append(sampler)
-    return found
+def _nested(sampler: Any) -> Iterator[Any]:
+    """Yield `sampler` and those inside it, as in a BatchSampler."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
 
 
 def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:

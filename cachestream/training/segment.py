@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cachestream.schema import Snapshot
     from cachestream.training.batches.mapped_shards import EpochMaps
     from cachestream.training.batches.ragged import Ragged
-    from cachestream.training.batches.segment_reader import LocationsAhead
+    from cachestream.training.batches.sample_locations import LocationsAhead
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.plan import Plan, SampleOrder
 
@@ -105,12 +105,12 @@ class Request:
 class Segment:
     """A prepared pass, with everything that this rank needs to gather its batches.
 
-    `rank`: the number of this rank among the `plan.ranks` that share the order. `missing`: the number of
-    samples that a checkpoint names and the cache no longer has. `others`: the records of the job's other
-    caches by id, each with the number of its ranks. `opened_ahead`: no more shards are to be opened before
-    they are needed. `with_keys`: batches hold their samples' keys. `ragged`: the form of fields whose shape
-    varies. `locations`: those of the samples, computed in the background. `transform_key`: seeds the
-    generators of `batch_transform`.
+    `rank`: the number of this rank among the `plan.ranks` that share the order. `total`: the number of
+    batches in the epoch. `missing`: the number of samples that a checkpoint names and the cache no longer
+    has. `caches`: the records of the job's caches by id, each with the number of its ranks; empty if all
+    ranks share one. `opened_ahead`: no more shards are to be opened before they are needed. `with_keys`:
+    batches hold their samples' keys. `ragged`: the form of fields whose shape varies. `locations`: those of
+    the samples, computed in the background. `transform_key`: seeds the generators of `batch_transform`.
     """
 
     request: Request
@@ -122,7 +122,7 @@ class Segment:
     total: int
     record: SegmentRecord
     missing: int = 0
-    others: dict[str, tuple[SegmentRecord, int]] = field(default_factory=dict)
+    caches: dict[str, tuple[SegmentRecord, int]] = field(default_factory=dict)
     opened_ahead: bool = False
     with_keys: bool = False
     ragged: Ragged = "list"
@@ -141,7 +141,7 @@ class Segment:
     @property
     def num_ranks(self) -> int:
         """The number of ranks of the job."""
-        return sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
+        return sum(ranks for _, ranks in self.caches.values()) or self.plan.ranks
 
     @property
     def batch_bytes(self) -> int:
@@ -185,7 +185,7 @@ class Segment:
         if done >= self.total:
             return Request(0, request.epoch + 1)
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
-        for cache_id, (record, ranks) in self.others.items():
+        for cache_id, (record, ranks) in self.caches.items():
             left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
         return Request(0, request.epoch, request.index, done, self.drawn_after(batches), records=left)
 
@@ -198,9 +198,8 @@ class SegmentChain:
     """The segments from the trainer's to the next one to prepare. Not thread-safe.
 
     `next` requests the segment that follows all prepared ones. A request is stale once its generation or its
-    epoch is past; `failure` is the error of one that is not. `needs_request`: the next epoch must be
-    requested again, because its preparation failed or was interrupted. `open` are the segments that hold a
-    lease, oldest first; `retired` are those that the trainer is done with, which are to be closed.
+    epoch is past; `failure` is the error of one that is not. `open` are the segments that hold a lease,
+    oldest first; `retired` are those that the trainer is done with, which are to be closed.
     """
 
     def __init__(self) -> None:
@@ -208,9 +207,7 @@ class SegmentChain:
         self.prepared: deque[Segment] = deque()
         self.open: list[Segment] = []
         self.retired: deque[Segment] = deque()
-        self.totals: dict[int, int] = {}  # batches by epoch, in this generation
         self.failure: tuple[Request, BaseException] | None = None
-        self.needs_request = False
         self.generation = 0
         self.trained_epoch = -1
 
@@ -219,23 +216,24 @@ class SegmentChain:
         if request is not None:
             # A new generation renames the rounds in which ranks agree, so that a failed one can be repeated.
             self.generation += 1
-            self.totals = {}
             self.next = replace(request, generation=self.generation)
-            self.failure, self.needs_request = None, False
+            self.failure = None
         elif self.next.epoch < epoch:
             self.next = Request(self.generation, epoch)
         self.trained_epoch = epoch
         self.prepared = deque(s for s in self.prepared if not self.is_stale(s.request))
         if self.failure is not None and self.is_stale(self.failure[0]):
             self.failure = None
-        self.totals = {known: total for known, total in self.totals.items() if known >= epoch}
         self.retire(lambda segment: self.is_stale(segment.request))
 
     def add(self, segment: Segment) -> None:
         self.prepared.append(segment)
         self.open.append(segment)
         self.next = segment.next_request()
-        self.totals[segment.request.epoch] = segment.total
+
+    def current(self, epoch: int) -> Segment | None:
+        """The oldest segment of `epoch` that is still open."""
+        return next((segment for segment in self.open if segment.request.epoch == epoch), None)
 
     def is_stale(self, request: Request) -> bool:
         return request.generation != self.generation or request.epoch < self.trained_epoch
@@ -243,6 +241,11 @@ class SegmentChain:
     def retire(self, done: Callable[[Segment], bool]) -> None:
         self.retired += [segment for segment in self.open if done(segment)]
         self.open = [segment for segment in self.open if not done(segment)]
+
+    def retire_before(self, segment: Segment) -> None:
+        """Retire the segments before `segment`, if that is open."""
+        before = self.open[: self.open.index(segment)] if segment in self.open else []
+        self.retire(lambda other: other in before)
 
     def close_retired(self) -> None:
         """Release the leases of the retired segments. The next call completes one that was interrupted."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from cachestream.schema import IntArray, Snapshot
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Reuse:
     """
 
     def __init__(self) -> None:
-        self._ids: IntArray = np.empty(0, np.int64)
+        self._ids: IntArray = _NONE
         self._unseen = np.empty(0)  # for each shard the share of its samples that was never drawn
         self._drawn = 0.0
         self._distinct = 0.0
@@ -72,22 +75,21 @@ class Reuse:
 
 
 @dataclass(slots=True)
-class _EpochTotals:
-    """Counters of one epoch, which began at `began_s`: the batches delivered, and the distinct shards of the
-    snapshots that its passes are drawn from.
-    """
+class _Counts:
+    """The batches and samples delivered in some time, and the seconds of waiting for them."""
 
-    began_s: float = 0.0
     samples: int = 0
     batches: int = 0
+    skipped: int = 0
     wait_s: float = 0.0
-    shard_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
-    shard_samples: int = 0
 
-    def add(self, snapshot: Snapshot) -> None:
-        new = np.isin(snapshot.shard_ids, self.shard_ids, invert=True, assume_unique=True)
-        self.shard_ids = np.concatenate([self.shard_ids, snapshot.shard_ids[new]])
-        self.shard_samples += int(snapshot.counts[new].sum())
+    def __add__(self, other: _Counts) -> _Counts:
+        return _Counts(
+            self.samples + other.samples,
+            self.batches + other.batches,
+            self.skipped + other.skipped,
+            self.wait_s + other.wait_s,
+        )
 
 
 class Meter:
@@ -95,26 +97,28 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.samples = 0
-        self.batches = 0
-        self.skipped = 0
-        self.wait_s = 0.0
-        self.gap_s = 0.0
-        self.last_s = 0.0
+        self.last_s = 0.0  # the time of the last batch, or of the beginning of its epoch
         self._began_s: float | None = None
-        self._epoch = _EpochTotals()
-        self._pending_gap_s = 0.0
-        self._reuse = Reuse()
+        self._epoch_began_s = 0.0
+        self._before = _Counts()  # of the epochs before this one
+        self._epoch = _Counts()
+        self._gap_s = self._pending_gap_s = 0.0
+        self._shard_ids: IntArray = _NONE  # that the epoch is drawn from
+        self._epoch_samples = 0  # in these shards
+        self.reuse = Reuse()
 
     def begin_epoch(self) -> None:
-        now = self.clock()
-        self._began_s = now if self._began_s is None else self._began_s
-        self.last_s = now
-        self._epoch = _EpochTotals(now)
+        self.last_s = self._epoch_began_s = self.clock()
+        if self._began_s is None:
+            self._began_s = self.last_s
+        self._before, self._epoch = self._before + self._epoch, _Counts()
+        self._shard_ids, self._epoch_samples = _NONE, 0
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
         """Begin a pass of the epoch over `snapshot`."""
-        self._epoch.add(snapshot)
+        new = np.isin(snapshot.shard_ids, self._shard_ids, invert=True, assume_unique=True)
+        self._shard_ids = np.concatenate([self._shard_ids, snapshot.shard_ids[new]])
+        self._epoch_samples += int(snapshot.counts[new].sum())
 
     def add_gap(self, seconds: float) -> None:
         """Add `seconds` spent in the loader between two epochs."""
@@ -124,37 +128,30 @@ class Meter:
         """Add a batch of `samples`, delivered after a wait of `wait_s`."""
         epoch = self._epoch
         if not epoch.batches:
-            self.gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
-        self.samples += samples
+            self._gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
         epoch.samples += samples
-        self.skipped += skipped
-        self.batches += 1
+        epoch.skipped += skipped
         epoch.batches += 1
-        self.wait_s += wait_s
         epoch.wait_s += wait_s
         self.last_s = self.clock()
 
-    def add_drawn(self, snapshot: Snapshot, share: float) -> None:
-        """Add a draw of the `share` of `snapshot`."""
-        self._reuse.add(snapshot, share)
-
     def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
         """The statistics of a loader in `epoch`."""
-        totals = self._epoch
+        counts, here = self._before + self._epoch, self._epoch
         passed_s = 0.0 if self._began_s is None else self.last_s - self._began_s
-        epoch_s = self.last_s - totals.began_s
+        epoch_s = self.last_s - self._epoch_began_s
         return LoaderStats(
             epoch=epoch,
-            epoch_samples=totals.shard_samples,
-            shards=len(totals.shard_ids),
-            samples=self.samples,
-            batches=self.batches,
-            skipped=self.skipped,
-            wait_s=self.wait_s,
-            wait_share=min(1.0, self.wait_s / passed_s) if passed_s > 0 else 0.0,
-            epoch_wait_share=min(1.0, totals.wait_s / epoch_s) if epoch_s > 0 else 0.0,
-            gap_s=self.gap_s,
-            samples_per_s=totals.samples / epoch_s if totals.samples and epoch_s > 0 else 0.0,
-            reuse_factor=self._reuse.factor,
+            epoch_samples=self._epoch_samples,
+            shards=len(self._shard_ids),
+            samples=counts.samples,
+            batches=counts.batches,
+            skipped=counts.skipped,
+            wait_s=counts.wait_s,
+            wait_share=min(1.0, counts.wait_s / passed_s) if passed_s > 0 else 0.0,
+            epoch_wait_share=min(1.0, here.wait_s / epoch_s) if epoch_s > 0 else 0.0,
+            gap_s=self._gap_s,
+            samples_per_s=here.samples / epoch_s if here.samples and epoch_s > 0 else 0.0,
+            reuse_factor=self.reuse.factor,
             prepare_s=prepare_s,
         )

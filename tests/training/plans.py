@@ -12,4 +12,5 @@ __all__ = ["batch_positions"]
 
 def batch_positions(plan: Plan, rank: int, batch_index: int) -> IntArray:
     """The positions in the order that make up batch `batch_index` of `rank`, int64 `[batch]`."""
-    return np.arange(*plan.span(rank, batch_index), dtype=np.int64)
+    starts, stops = plan.spans(rank, batch_index, batch_index + 1)
+    return np.arange(starts[0], stops[0])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from cachestream import ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
 from cachestream.training import pipeline
-from cachestream.training.shared_snapshot import SnapshotHolder
+from cachestream.training.epoch_snapshots import EpochSnapshots
 from tests.support.caches import add_shard, numbered, numbers, set_fill_state
 from tests.training.conftest import NewCache
 
@@ -125,7 +125,7 @@ def test_an_error_of_the_preparation_does_not_wait_for_the_catalogue(
 ) -> None:
     """A rank that was stopped may have locked it, and the error names that rank."""
     unlocked = threading.Event()
-    monkeypatch.setattr(SnapshotHolder, "finish", lambda _: unlocked.wait(60))
+    monkeypatch.setattr(EpochSnapshots, "finish", lambda _: unlocked.wait(60))
 
     def sampler(_: Any) -> Any:
         raise OwnError("from the sampler")
@@ -237,7 +237,7 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
             first = threads.submit(next, batches)
             assert transforming.wait(60)
             give_up = time.monotonic() + 60
-            while not repr(loader._position._lock).startswith("<locked"):  # it is inside
+            while not repr(batches._iteration._lock).startswith("<locked"):  # it is inside
                 assert time.monotonic() < give_up
                 time.sleep(0.001)
             with pytest.raises(EpochError, match=r"two threads take batches .* over a queue\.Queue"):

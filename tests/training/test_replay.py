@@ -110,7 +110,7 @@ def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_
         if steps == 2:
             cache.quarantine(2, "a test")
     manifest = load_manifest(str(folder / "epoch-000000.json"))
-    assert [(stretch.done, stretch.batch_size) for stretch in manifest.stretches] == [(0, 4), (3, 3), (5, 5)]
+    assert [(segment.done, segment.batch_size) for segment in manifest.segments] == [(0, 4), (3, 3), (5, 5)]
     assert manifest.settings["world_size"] == 1
     add_shard(cache, numbered(10, 10))  # the lost one again
     with EpochLoader(cache, 1, replay=folder) as loader:

@@ -62,11 +62,11 @@ def uninterrupted(folder: Path, to: Path) -> list[int]:
     to.mkdir()
     for path in folder.glob("*.json"):
         manifest = load_manifest(str(path))
-        first = manifest.stretches[0]
+        first = manifest.segments[0]
         assert not first.done
         size = rebuild(first.record)[0].size
         whole = replace(first, batches=size, samples=size, batch_size=1, ranks=1)
-        save_manifest(str(to / path.name), replace(manifest, stretches=(whole,)))
+        save_manifest(str(to / path.name), replace(manifest, segments=(whole,)))
     return sorted(int(path.stem.removeprefix("epoch-")) for path in to.iterdir())
 
 

@@ -19,13 +19,13 @@ from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.transfer import BatchTransform, Staged
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.gathering import use_one_torch_thread
+from cachestream.training.ordered_threads import use_one_torch_thread
 from cachestream.training.plan import Plan, SequentialOrder
 from cachestream.training.schedule import Pace, Schedule
 from cachestream.training.segment import Request, Segment
-from tests.training.conftest import NewCache
 
 NOTHING = np.zeros(0, np.int64)
+BATCHES = 1000
 
 
 class Trainer:
@@ -59,16 +59,16 @@ class Trainer:
     def gather(self, count: int = 1) -> None:
         for _ in range(count):
             self.gathered += 1
-            delivery = QueuedBatch(Staged(self.gathered), self.gathered, 1, 0)
-            assert self.schedule.put(BatchGroup(self.segment, deque([delivery])))
+            batch = QueuedBatch(Staged(self.gathered), self.gathered, 1, 0)
+            assert self.schedule.put(BatchGroup(self.segment, deque([batch])))
 
     def step(self, seconds: float) -> Any:
         """Train on one batch for `seconds`; another one is gathered meanwhile."""
-        parcel = self.schedule.take(0, 1.0)
+        group = self.schedule.take(0, 1.0)
         self.now += seconds
         if self.gathered < self.segment.plan.num_batches:
             self.gather()
-        return parcel.batches[0].staged.batch
+        return group.batches[0].staged.batch
 
     def is_due(self, ahead_s: float = 0.0) -> bool:
         asked = self.schedule.wait_request(ahead_s, 0.0)
@@ -90,10 +90,10 @@ def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_
     assert trainer.schedule.take(0, 1.0).batches[0].number == 3
 
 
-class Promise(BatchGroup):
+class Prefetched(BatchGroup):
     """Batches that are gathered while they are taken, four ahead."""
 
-    is_flow = True
+    is_prefetched = True
     low = 25
 
     def __init__(self, segment: Segment, batches: int) -> None:
@@ -112,99 +112,46 @@ class Promise(BatchGroup):
         self._left, self.num_ungathered = batches, max(0, batches - 4)
 
 
-def promised(batches: int) -> tuple[Trainer, Promise]:
+def prefetched(batches: int) -> tuple[Trainer, Prefetched]:
     trainer = Trainer(batches)
-    flow = Promise(trainer.segment, batches)
-    assert trainer.schedule.put(flow)
-    assert trainer.schedule.take(0, 1.0) is flow
-    return trainer, flow
+    group = Prefetched(trainer.segment, batches)
+    assert trainer.schedule.put(group)
+    assert trainer.schedule.take(0, 1.0) is group
+    return trainer, group
 
 
 @pytest.mark.parametrize(("step_s", "total"), [(1 / 1024, 1000), (1 / 16, 100), (1 / 4, 100)])
-def test_what_is_promised_counts_as_gathered_only_when_it_is_asked_for(step_s: float, total: int) -> None:
-    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as without
-    flows.
+def test_a_prefetched_batch_counts_as_gathered_only_when_it_is_submitted(step_s: float, total: int) -> None:
+    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as for
+    other groups.
     """
-    trainer, flow = promised(total)
+    trainer, group = prefetched(total)
     assert not trainer.is_due()
     for taken in range(1, total):
-        flow.left -= 1
-        trainer.now += step_s
+        group.left -= 1
         trainer.schedule.advance(1)
-        late = step_s * flow.left <= 1.0 and taken >= 3
-        assert trainer.is_due() == (late or flow.num_ungathered <= 0.25 * total), f"{flow.left} left"
+        trainer.now += step_s
+        late = step_s * group.left <= 1.0 and taken >= 4
+        assert trainer.is_due() == (late or group.num_ungathered <= 0.25 * total), f"{group.left} left"
 
 
-def test_a_flow_is_followed_until_it_is_low_or_unwanted() -> None:
-    trainer, flow = promised(100)
+def test_the_gathering_thread_waits_until_a_prefetched_group_is_low_or_unwanted() -> None:
+    trainer, group = prefetched(100)
     told: list[bool] = []
-    following = threading.Thread(target=lambda: told.append(trainer.schedule.follow(flow)), daemon=True)
-    following.start()
-    for flow.left in range(99, 25, -1):
+    waiting = threading.Thread(target=lambda: told.append(trainer.schedule.wait_low(group)), daemon=True)
+    waiting.start()
+    for group.left in range(99, 25, -1):
         trainer.now += 0.001
         trainer.schedule.advance(1)
-    following.join(0.2)
-    assert following.is_alive()
-    flow.left = 25
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    group.left = 25
     trainer.schedule.advance(1)
-    following.join(60.0)
-    assert told == [False]
-    assert trainer.schedule.wanted(flow.segment.request)
-    flow.left = 50
-    trainer.schedule.begin(1)
-    assert not trainer.schedule.follow(flow)
-    assert not trainer.schedule.wanted(flow.segment.request)
-
-
-def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pauses() -> None:
-    trainer, flow = promised(100)
-    for _ in range(6):
-        flow.left -= 1
-        trainer.now += 0.02
-        trainer.schedule.advance(1)
-    assert trainer.schedule.follow(flow), "two batches are gone by now"
-    told: list[bool] = []
-    following = threading.Thread(target=lambda: told.append(trainer.schedule.follow(flow)), daemon=True)
-    following.start()
-    following.join(0.3)
-    assert following.is_alive(), "nothing was taken since"
-    flow.left -= 1
-    trainer.now += 5.0
-    trainer.schedule.advance(1)
-    following.join(60.0)
+    waiting.join(60.0)
     assert told == [True]
-
-
-@pytest.mark.parametrize(("step_s", "woken"), [(0.001, True), (0.03, False)])
-def test_a_slow_trainer_does_not_wake_the_gathering_thread_which_comes_by_itself(
-    step_s: float, woken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A woken thread takes the GIL from the trainer."""
-    trainer = Trainer(batches=100)
-    trainer.gather(4)
-    for number in range(1, 9):
-        assert trainer.step(step_s) == number
-    calls: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.schedule._room, "notify", lambda: calls.append("woken"))
-        for left in (3, 2):
-            trainer.schedule.take(0, 1.0)
-            assert bool(calls) == (woken and left == 2)
-        trainer.schedule.take(0, 1.0)
-        assert calls[-1:] == ["woken"], "only one is left"
-        trainer.gather(3)
-        gathering = threading.Thread(target=trainer.gather, daemon=True)
-        gathering.start()  # all are there: it rests
-        if not woken:
-            for _ in (3, 2):
-                trainer.schedule.take(0, 1.0)
-            gathering.join(60.0)
-            assert not gathering.is_alive()
-    if woken:
-        for _ in (3, 2):
-            trainer.schedule.take(0, 1.0)
-        gathering.join(60.0)
-        assert not gathering.is_alive()
+    group.left = 50
+    trainer.schedule.begin(1)
+    assert not trainer.schedule.wait_low(group)
 
 
 def test_the_next_epoch_is_prepared_when_what_is_left_lasts_for_a_second() -> None:
@@ -266,14 +213,6 @@ def test_what_was_prepared_before_a_jump_is_void() -> None:
     assert (asked[0].epoch, asked[0].generation, asked[1]) == (5, 1, False)  # a batch is still being gathered
 
 
-def test_the_lengths_of_epochs_that_were_jumped_away_from_are_forgotten(new_cache: NewCache) -> None:
-    with EpochLoader(new_cache(1, 8), 4) as loader:
-        for _ in range(20):
-            loader.set_epoch(0)
-            assert len(loader) == len(list(loader)) == 2
-        assert len(loader._position._schedule._chain.totals) <= 2
-
-
 def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -331,37 +270,35 @@ class Clock:
         return self.now_s
 
 
-def paced(steps_s: list[float]) -> Pace:
-    """The pace of a trainer with these times per batch."""
+def paced(steps_s: list[float], batches: int = 1) -> Pace:
+    """The pace of a trainer with these times for `batches` batches each."""
     clock = Clock()
     pace = Pace(4, clock)
-    pace.record(1)
+    pace.record(batches, batches)
     for step_s in steps_s:
         clock.now_s += step_s
-        pace.record(1)
+        pace.record(batches, batches)
     return pace
 
 
-@pytest.mark.parametrize("pause_s", [0.25, 30.0, 3600.0])
-def test_a_trainer_that_pauses_is_no_slow_trainer(pause_s: float) -> None:
-    assert not paced([0.008] * 10 + [pause_s] + [0.008] * 3).is_slow
-
-
-def test_a_trainer_that_has_become_slow_is_a_slow_trainer() -> None:
-    assert not paced([0.002] * 10).is_slow
-    assert paced([0.002] * 10 + [0.05] * 5).is_slow
+@given(st.lists(st.floats(0.02, 2.0), min_size=4, max_size=50), st.integers(1, 16))
+def test_a_pace_lies_between_the_shortest_step_and_the_longest(steps_s: list[float], batches: int) -> None:
+    pace, left = paced(steps_s, batches), BATCHES // batches
+    assert not pace.should_prepare(left * batches, 0, 0, left * min(steps_s) * 0.999)
+    assert pace.should_prepare(left * batches, 0, 0, left * max(steps_s) * 1.001)
 
 
 def test_a_trainer_that_took_its_first_batches_at_once_is_known_soon() -> None:
     """Some trainers take one batch ahead: the next segment is not prepared too early because of it."""
-    assert paced([0.0001] + [1.0] * 10).time_until_taken(2) == pytest.approx(2.5, rel=0.2)
+    pace = paced([0.0001] + [1.0] * 10)
+    assert not pace.should_prepare(BATCHES, 0, 0, 0.8 * BATCHES)
+    assert pace.should_prepare(BATCHES, 0, 0, 1.2 * BATCHES)
 
 
-@given(st.lists(st.floats(0.02, 2.0), min_size=4, max_size=50))
-def test_a_pace_lies_between_the_shortest_step_and_the_longest(steps_s: list[float]) -> None:
-    """The time for two batches is that for two and a half steps."""
-    pace = paced(steps_s)
-    assert 2.5 * min(steps_s) * 0.999 <= pace.time_until_taken(2) <= 2.5 * max(steps_s) * 1.001
+@pytest.mark.parametrize("pause_s", [0.25, 30.0, 3600.0])
+def test_a_trainer_that_pauses_has_its_next_segment_when_most_is_gathered(pause_s: float) -> None:
+    pace = paced([0.008] * 10 + [pause_s] + [0.008] * 3)
+    assert pace.should_prepare(BATCHES, 750, 0, 0.0)
 
 
 def test_until_the_pace_is_known_that_of_the_epoch_before_is_expected() -> None:
@@ -372,5 +309,3 @@ def test_until_the_pace_is_known_that_of_the_epoch_before_is_expected() -> None:
     assert fast.should_prepare(200, 0, 0, 0.0)
     assert not slow.should_prepare(200, 0, 0, 0.0)
     assert fast.for_next_epoch().should_prepare(200, 0, 0, 0.0), "nor was it known in the epoch between"
-    assert not fast.is_slow
-    assert not slow.is_slow, "which is told by this epoch's own pace only"

@@ -273,9 +273,8 @@ def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A detached worker whose container is gone, say: this process has nothing to start another with."""
-    # By their names: sampling processes import this file, and need no torch.
-    for module in ("pipeline", "prepare"):
-        monkeypatch.setattr(f"cachestream.training.{module}._CHECK_FILLING_S", 0.2)
+    # By its name: sampling processes import this file, and need no torch.
+    monkeypatch.setattr("cachestream.training.pipeline._CHECK_FILLING_S", 0.2)
     caplog.set_level(logging.WARNING, "cachestream")
     with script(tmp_path / "filler.py", ATTACHED, cache.path, "detach") as run:
         assert run.line() == "there"

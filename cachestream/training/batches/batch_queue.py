@@ -36,7 +36,7 @@ class BatchGroup:
     waited_s: float = 0.0
     is_end: bool = False
 
-    is_flow = False  # True where the batches are gathered while they are taken
+    is_prefetched = False  # True where the batches are gathered while they are taken
     num_ungathered = 0
     low = sys.maxsize
 
@@ -71,18 +71,21 @@ class BatchGroup:
 class BatchQueue:
     """Batch groups in the trainer's order, with about `most` batches in all. Not thread-safe.
 
-    `batches` is the number of batches that wait. `in_hand` is the group taken last if it is a `Flow`, whose
-    batches are still being gathered.
+    `in_hand` is the group taken last if its batches are still being gathered.
     """
 
     def __init__(self, most: int) -> None:
-        self.batches = 0
         self.in_hand: BatchGroup | None = None
         self._most = most
         # A full queue is filled again only when half of it is empty: each wake-up of the gathering thread
         # takes the GIL from the trainer.
         self._resume = most // 2 + 1
         self._groups: deque[BatchGroup] = deque()
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that wait."""
+        return sum(map(len, self._groups))
 
     @property
     def is_empty(self) -> bool:
@@ -97,16 +100,6 @@ class BatchQueue:
     def has_room_again(self) -> bool:
         """True if a gathering thread that paused should go on."""
         return self.batches < self._resume
-
-    @property
-    def until_room(self) -> int:
-        """Number of batches to take until `has_room_again` is true."""
-        return max(0, self.batches - self._resume + 1)
-
-    @property
-    def is_low(self) -> bool:
-        """True if less than half of `most` batches wait."""
-        return not self.batches or 2 * self.batches < self._most
 
     def waiting(self, segment: Segment) -> tuple[int, int]:
         """Return the number of batches that the trainer has not taken, and of those in `segment` that are not
@@ -127,24 +120,18 @@ class BatchQueue:
 
     def put(self, group: BatchGroup) -> None:
         self._groups.append(group)
-        self.batches += len(group)
 
     def take(self) -> BatchGroup:
         group = self._groups.popleft()
-        self.in_hand = group if group.is_flow else None
-        self.batches = sum(map(len, self._groups))
+        self.in_hand = group if group.is_prefetched else None
         return group
 
-    def clear_in_hand(self) -> None:
-        """Forget the flow that was taken last."""
-        self.in_hand = None
-
     def drop(self, unwanted: Callable[[Request], bool]) -> None:
-        """Discard the groups of `unwanted` requests."""
+        """Discard the groups of `unwanted` requests, and forget the group in hand."""
+        self.in_hand = None
         groups, self._groups = self._groups, deque()
         for group in groups:
             if unwanted(group.segment.request):
                 group.discard()
             else:
                 self._groups.append(group)
-        self.batches = sum(map(len, self._groups))

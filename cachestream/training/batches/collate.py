@@ -43,7 +43,7 @@ class _Str(str):
     __slots__ = ()
 
 
-class _MarkedBytes(bytes):
+class _Bytes(bytes):
     __slots__ = ()
 
 
@@ -52,7 +52,7 @@ class _Tensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-_KINDS: Final[dict[type, Any]] = {dict: _Dict, tuple: _Tuple, str: _Str, bytes: _MarkedBytes}
+_KINDS: Final[dict[type, Any]] = {dict: _Dict, tuple: _Tuple, str: _Str, bytes: _Bytes}
 _PLAIN: Final[dict[type, Any]] = {mark: kind for kind, mark in _KINDS.items()}
 
 
@@ -76,7 +76,7 @@ def _collate(samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
 default_collate_fn_map.update(dict.fromkeys((_Tensor, *_PLAIN), _collate))
 
 
-def packed(columns: Columns, schema: Schema) -> Any:
+def to_container(columns: Columns, schema: Schema) -> Any:
     """Return the fields in the container of the samples: a dict, a tuple in the order of the fields, or the
     only field.
 
@@ -115,7 +115,7 @@ class SampleBatch(Stacked, Sequence[Any]):
             return None
         if isinstance(first, dict) and not _are_same([*first, *first.values()], [*given, *given.values()]):
             return None
-        return packed(self._columns, self._schema)
+        return to_container(self._columns, self._schema)
 
     def __len__(self) -> int:
         return self._size
@@ -125,7 +125,7 @@ class SampleBatch(Stacked, Sequence[Any]):
             return self._taken_apart()[index]
         if self._first is None:  # a collate function looks at its type
             self._fields_of_first = {name: column[0] for name, column in self._columns.items()}
-            self._first = marked(packed(self._fields_of_first, self._schema))
+            self._first = marked(to_container(self._fields_of_first, self._schema))
         return self._first
 
     def __iter__(self) -> Iterator[Any]:
@@ -134,7 +134,7 @@ class SampleBatch(Stacked, Sequence[Any]):
     def _taken_apart(self) -> list[Any]:
         if self._samples is None:
             names, rows = list(self._columns), zip(*map(_rows_of, self._columns.values()), strict=True)
-            self._samples = [packed(dict(zip(names, row, strict=True)), self._schema) for row in rows]
+            self._samples = [to_container(dict(zip(names, row, strict=True)), self._schema) for row in rows]
             if self._first is not None:
                 self._samples[0] = self._first
         return self._samples

@@ -56,7 +56,7 @@ class FixedColumns:
             for number in (base, column.row_bytes)
         )
 
-    def lend(
+    def allocate(
         self, lend: Callable[[int], memory.Loan], size: int, room: int
     ) -> tuple[list[np.ndarray[Any, Any]], tuple[int, ...]]:
         """Take memory for `room` samples from `lend`; return fields `[size, *shape]`, and their addresses."""
@@ -68,7 +68,7 @@ class FixedColumns:
         return arrays, tuple(addresses)
 
     def part(self, arrays: list[np.ndarray[Any, Any]], start: int, stop: int) -> Columns:
-        """Return samples `start` to `stop` of the `arrays` of `lend` as tensors."""
+        """Return samples `start` to `stop` of the `arrays` of `allocate` as tensors."""
         return {
             column.name: memory.as_tensor(array[start:stop], column.dtype)
             for column, array in zip(self._columns, arrays, strict=True)
@@ -77,7 +77,7 @@ class FixedColumns:
     def gather(
         self, shards: IntArray, rows: IntArray, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
     ) -> None:
-        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `lend` at `outs`."""
+        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `allocate` at `outs`."""
         if memory.in_c is not None:
             non_temporal = len(rows) * self._sample_bytes >= _NON_TEMPORAL_BYTES
             memory.in_c.gather(
@@ -130,7 +130,7 @@ class Gatherer:
         """
         first, last = bounds[0], bounds[-1]
         shards, rows, size = shards[first:last], rows[first:last], last - first
-        arrays, outs = self._fixed.lend(self._lend, size, max(size, self._lend_samples))
+        arrays, outs = self._fixed.allocate(self._lend, size, max(size, self._lend_samples))
         batches = []
         for start, stop in pairwise(bounds):
             part = slice(start - first, stop - first)

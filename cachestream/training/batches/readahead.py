@@ -36,7 +36,7 @@ def count_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
-class Coldness:
+class MissingPages:
     """Estimates whether pages are missing: at first, and from a page fault that read from the disk until
     `_ENOUGH` consecutive pages were found in memory.
     """
@@ -118,14 +118,14 @@ class ReadTogether:
 
     def __init__(self, maps: EpochMaps) -> None:
         self._maps = maps
-        self._coldness = Coldness()
+        self._missing = MissingPages()
 
     def reach(self, samples: IntArray) -> None:
         """Read ahead `samples`, int64 `[n]`, which are gathered next, and whose shards are mapped."""
-        if not len(samples) or not self._coldness.may_miss_pages():
+        if not len(samples) or not self._missing.may_miss_pages():
             return
         starts, stops = addresses_of(self._maps, samples, samples + 1)
-        if self._coldness.check(starts, _FIRST_PAGES):
+        if self._missing.check(starts, _FIRST_PAGES):
             ask_for_all(starts, stops)
 
 
@@ -143,12 +143,12 @@ class ReadAhead:
     def __init__(
         self,
         segment: Segment,
-        coldness: Coldness | None = None,
+        missing: MissingPages | None = None,
         ask: Callable[[IntArray, IntArray], None] = ask_for_all,
     ) -> None:
         self._segment = segment
         self._ask = ask
-        self._coldness = coldness or Coldness()
+        self._missing = missing or MissingPages()
         batch_bytes = max(1, segment.batch_bytes)
         self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
         self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
@@ -160,15 +160,15 @@ class ReadAhead:
 
     def reach(self, batch: int) -> None:
         """Read ahead from batch `batch` on, which is gathered next."""
-        if batch % self._every or not self._coldness.may_miss_pages():
+        if batch % self._every or not self._missing.may_miss_pages():
             return
         self._pending = [future for future in self._pending if not future.done()]
         if len(self._pending) >= _PENDING:
             return
         # At first the pages of a few batches are looked at: to work out more takes long, perhaps for nothing.
-        for most in (_FIRST_PAGES, _PAGES) if self._coldness.is_first else (_PAGES,):
+        for most in (_FIRST_PAGES, _PAGES) if self._missing.is_first else (_PAGES,):
             starts, stops = self._coming(batch)
-            if not len(starts) or not self._coldness.check(starts, most):
+            if not len(starts) or not self._missing.check(starts, most):
                 return
             self._pending.append(self._thread.submit(self._ask, starts, stops))
 
@@ -182,12 +182,12 @@ class ReadAhead:
             self._asked_to = max(first, min(last, first + self._most_positions))
             return addresses_of(segment.maps, *self._order.stretches(first, self._asked_to))
         step = max(1, self._every // 2)
-        ahead = step if self._coldness.is_first else self._ahead
+        ahead = step if self._missing.is_first else self._ahead
         first, self._asked_to = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
         starts, stops = [_NOTHING], [_NOTHING]
         for begin in range(first, self._asked_to, step):
-            spans = (plan.span(segment.rank, i) for i in range(begin, min(begin + step, self._asked_to)))
-            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+            spans = plan.spans(segment.rank, begin, min(begin + step, self._asked_to))
+            positions = np.concatenate([np.arange(*span) for span in zip(*spans, strict=True)])
             samples = segment.order.at(positions)
             part = addresses_of(segment.maps, samples, samples + 1)
             starts.append(part[0])

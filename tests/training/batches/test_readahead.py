@@ -24,12 +24,13 @@ from cachestream.schema import IntArray
 from cachestream.storage.shard import shard_path
 from cachestream.training.batches import readahead
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.batches.readahead import Coldness, ReadAhead, addresses_of, merged
+from cachestream.training.batches.readahead import MissingPages, ReadAhead, addresses_of, merged
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.plan import LocalOrder, Plan, SampleOrder, ShuffledOrder, TailOrder, count_batches
 from cachestream.training.segment import Request, Segment
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
+from tests.training.plans import batch_positions
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 8)), max_size=12)
 
@@ -114,13 +115,13 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
         segment = segment_of(maps, ORDERS[order], 3, ranks, place)
         asked: list[tuple[IntArray, IntArray]] = []
         waits = itertools.count()
-        ahead = ReadAhead(segment, Coldness(lambda: next(waits)), lambda *ranges: asked.append(ranges))  # noqa: B023
+        ahead = ReadAhead(segment, MissingPages(lambda: next(waits)), lambda *ranges: asked.append(ranges))  # noqa: B023
         for batch in range(segment.plan.num_batches):
             ahead.reach(batch)
             for pending in ahead._pending:
                 pending.result(120)
             lows, highs = (np.concatenate(side) for side in zip(*asked, strict=True))
-            samples = segment.order.at(np.arange(*segment.plan.span(place, batch)))
+            samples = segment.order.at(batch_positions(segment.plan, place, batch))
             for begin, end in zip(*addresses_of(maps, samples, samples + 1), strict=True):
                 covered = sum(np.clip(np.minimum(highs, end) - np.maximum(lows, begin), 0, None))
                 assert covered >= end - begin
@@ -136,7 +137,7 @@ def test_nothing_is_asked_for_while_all_is_there(
     maps = opened(new_cache)
     # What was written a moment ago is there, but nobody promises it.
     monkeypatch.setattr("cachestream.training.batches.readahead.count_cached", len)
-    ahead = ReadAhead(segment_of(maps, ORDERS["shuffled"], 3, 1, 0), Coldness(lambda: 0), refuse)
+    ahead = ReadAhead(segment_of(maps, ORDERS["shuffled"], 3, 1, 0), MissingPages(lambda: 0), refuse)
     for batch in range(10):
         ahead.reach(batch)
     assert not ahead._pending
@@ -144,22 +145,22 @@ def test_nothing_is_asked_for_while_all_is_there(
 
 def test_it_begins_with_what_is_missing_at_first_or_with_a_wait_and_ends_when_all_is_there() -> None:
     waited = [0]
-    cold = Coldness(lambda: waited[0])
-    assert cold.may_miss_pages()
-    cold.note(16, 16)
-    assert not cold.may_miss_pages()
+    missing = MissingPages(lambda: waited[0])
+    assert missing.may_miss_pages()
+    missing.note(16, 16)
+    assert not missing.may_miss_pages()
     waited[0] = 7
-    assert cold.may_miss_pages()
-    cold.note(4, 4)
-    assert cold.may_miss_pages()
+    assert missing.may_miss_pages()
+    missing.note(4, 4)
+    assert missing.may_miss_pages()
     for _ in range(100):
-        cold.note(4, 4)
-    assert not cold.may_miss_pages()
+        missing.note(4, 4)
+    assert not missing.may_miss_pages()
 
-    cold = Coldness(lambda: 0)
-    assert cold.may_miss_pages()
-    cold.note(16, 15)
-    assert cold.may_miss_pages()
+    missing = MissingPages(lambda: 0)
+    assert missing.may_miss_pages()
+    missing.note(16, 15)
+    assert missing.may_miss_pages()
 
 
 def test_what_was_asked_for_comes_from_the_disk(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""The snapshots of a loader: taken by the first of the ranks that share a cache, leased and mapped by all."""
+"""The snapshots that epochs are drawn from: the first of the ranks that share a cache takes them, and all
+lease and map them.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,7 +31,7 @@ from cachestream.training.rendezvous import Cancelled
 if TYPE_CHECKING:
     from cachestream.schema import Split
     from cachestream.storage.cache import Cache
-    from cachestream.training.epoch_settings import EpochSettings
+    from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Replay
     from cachestream.training.ranks import Payload, Ranks
     from cachestream.training.segment import Request
@@ -40,11 +43,11 @@ _RETAKES: Final = 10
 
 
 @dataclass(slots=True, eq=False)
-class HeldSnapshot:
+class EpochSnapshot:
     """A leased snapshot with its maps.
 
     `record`: the recorded order that goes on over it, less the shards that are gone; None if the order is to
-    be drawn. `later_batches`: the number of batches for each rank in what follows a replayed segment.
+    be drawn. `later_batches`: the number of batches for each rank in the segments after a replayed one.
     """
 
     snapshot: Snapshot
@@ -68,7 +71,7 @@ class HeldSnapshot:
         }
 
     @classmethod
-    def join(cls, payload: Payload, split: Split | None, maps: EpochMaps | None) -> HeldSnapshot:
+    def join(cls, payload: Payload, split: Split | None, maps: EpochMaps | None) -> EpochSnapshot:
         """The snapshot of `payload`, also leased by this process; it takes over from `maps`."""
         snapshot = Snapshot(
             payload["cache_id"],
@@ -85,22 +88,22 @@ class HeldSnapshot:
         return cls(snapshot, lease, EpochMaps(snapshot, maps), record, payload["later_batches"])
 
 
-class SnapshotHolder:
+class EpochSnapshots:
     """The snapshots of one loader, of at least a batch for each rank if there are so many samples.
 
     `maps` are those of the last snapshot; the next one takes over the shards that they have mapped. If no new
     snapshot can be taken, the last one is used again.
     """
 
-    def __init__(self, cache: Cache, settings: EpochSettings) -> None:
+    def __init__(self, cache: Cache, options: LoaderOptions) -> None:
         self.maps: EpochMaps | None = None
         self._cache = cache
-        self._settings = settings
-        self._standing = StandingSnapshots(cache, split=settings.split)
+        self._options = options
+        self._standing = StandingSnapshots(cache, split=options.split)
         self._last: tuple[Snapshot, Lease] | None = None
         self._warned = False  # that the last snapshot is used again
 
-    def hold(
+    def take(
         self,
         ranks: Ranks,
         name: str,
@@ -108,30 +111,26 @@ class SnapshotHolder:
         epoch_size: int | None,
         until_s: float,
         cancelled: Callable[[], bool],
-    ) -> HeldSnapshot:
+    ) -> EpochSnapshot:
         """The snapshot of this rank's group in round `name`, leased by this process, with its shards mapped
         until the time `until_s`.
 
         The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
         Raises CacheStreamError and Cancelled.
         """
-        taken: list[HeldSnapshot] = []
-
-        def lead() -> Payload:
-            taken.append(self._take(request, epoch_size, ranks.group, until_s, cancelled))
-            return taken[0].to_payload()
-
-        try:
-            shared = ranks.share(name, lead, cancelled)
-            if not taken:
-                taken.append(HeldSnapshot.join(shared, self._settings.split, self.maps))
-                for _, error in _open(taken[0].maps, until_s, cancelled):
+        with ExitStack() as undo:
+            if ranks.leads:
+                taken = self._take(request, epoch_size, ranks.group, until_s, cancelled)
+                undo.callback(taken.lease.release)
+                ranks.share(name, taken.to_payload(), cancelled)
+            else:
+                shared = ranks.share(name, None, cancelled)
+                taken = EpochSnapshot.join(shared, self._options.split, self.maps)
+                undo.callback(taken.lease.release)
+                for _, error in _open(taken, until_s, cancelled):
                     raise error
-        except BaseException:
-            for held in taken:
-                held.lease.release()
-            raise
-        return taken[0]
+            undo.pop_all()
+        return taken
 
     def finish(self) -> None:
         """Release the last snapshot, and write the counts of its uses."""
@@ -145,46 +144,36 @@ class SnapshotHolder:
         group: Sequence[int],
         until_s: float,
         cancelled: Callable[[], bool],
-    ) -> HeldSnapshot:
+    ) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
         for _ in range(_RETAKES):
-            if self._settings.replay is not None:
-                held = self._take_recorded(self._settings.replay, request, group)
-            else:
-                held = self._take_once(request, epoch_size, len(group))
-            try:
-                damaged = _open(held.maps, until_s, cancelled)
-            except BaseException:
-                held.lease.release()
-                raise
+            taken = self._take_once(request, epoch_size, group)
+            damaged = _open(taken, until_s, cancelled)
             if not damaged:
-                return held
-            held.lease.release()
+                return taken
+            taken.lease.release()
             for place, error in damaged:
-                self._cache.quarantine(int(held.snapshot.shard_ids[place]), str(error))
+                self._cache.quarantine(int(taken.snapshot.shard_ids[place]), str(error))
         raise CorruptShardError(
             f"{self._cache.path}: new damaged shards in each of {_RETAKES} snapshots; check the disk, "
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, request: Request, epoch_size: int | None, num_ranks: int) -> HeldSnapshot:
-        settings = self._settings
+    def _take_once(self, request: Request, epoch_size: int | None, group: Sequence[int]) -> EpochSnapshot:
+        """Take a snapshot of the shards of a recorded epoch, of those of an interrupted one, or a new one."""
+        options = self._options
         record = (request.records or {}).get(self._cache.cache_id)
+        if options.replay is not None:
+            return self._take_recorded(options.replay, record, request, group)
         if record is not None:
-            try:
-                snapshot, lease, gone = self._cache.retake_snapshot(
-                    record.shard_ids, record.counts, split=settings.split
-                )
-                before = record.gone
-                new = tuple(shard_id for shard_id in gone if shard_id not in before)
-                return HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), record.cut(0, new))
-            except NotEnoughSamplesError:
-                pass  # all of its shards are gone: the rest of the epoch is drawn from the cached ones
+            # Without any of its shards, the rest of the epoch is drawn from the cached ones.
+            with suppress(NotEnoughSamplesError):
+                return self._retake(record)[0]
         # The epoch may have no samples left for this cache; its ranks then give no batch, as all ranks do.
         size = None if epoch_size is None else max(1, epoch_size)
-        least = num_ranks * (settings.batch_size if settings.drop_last else 1)
+        least = len(group) * (options.batch_size if options.drop_last else 1)
         try:
-            snapshot, lease = self._standing.take(size, settings.turnover, least)
+            snapshot, lease = self._standing.take(size, options.turnover, least)
         except (SchemaMismatchError, CacheVersionError):
             raise
         except CacheError as error:  # the disk is full, or fails, or the catalogue is locked
@@ -196,7 +185,7 @@ class SnapshotHolder:
         # The maps of a snapshot that is used again are complete, so that none is ever opened or dropped.
         if maps is None or maps.snapshot is not snapshot or not maps.all_mapped:
             maps = EpochMaps(snapshot, maps)
-        return HeldSnapshot(snapshot, lease, maps)
+        return EpochSnapshot(snapshot, lease, maps)
 
     def _keep(self, last: tuple[Snapshot, Lease] | None) -> None:
         before, self._last, self._warned = self._last, last, False
@@ -216,36 +205,56 @@ class SnapshotHolder:
             self._warned = True
         return self._last[0], lease
 
-    def _take_recorded(self, replay: Replay, request: Request, group: Sequence[int]) -> HeldSnapshot:
-        """Take a snapshot of the shards of a recorded epoch. Raises EpochError if one is missing."""
-        settings, leader = self._settings, group[0]
-        given = (request.records or {}).get(self._cache.cache_id)
-        record = given or replay.stretch(self._cache, request.epoch, request.index, leader)
-        record.check_split(settings.split)
-        snapshot, lease, gone = self._cache.retake_snapshot(
-            record.shard_ids, record.counts, split=settings.split
-        )
-        before = record.gone
-        if any(shard_id >= 0 and shard_id not in before for shard_id in gone):
-            lease.release()
+    def _take_recorded(
+        self, replay: Replay, record: SegmentRecord | None, request: Request, group: Sequence[int]
+    ) -> EpochSnapshot:
+        """Take a snapshot of the shards of a recorded epoch, or of `record`, the rest of one. Raises EpochError
+        if one is missing.
+        """
+        leader = group[0]
+        record = record or replay.segment(self._cache, request.epoch, request.index, leader)
+        record.check_split(self._options.split)
+        taken, gone = self._retake(record)
+        evicted = sum(shard_id >= 0 for shard_id in gone)
+        if evicted:
+            taken.lease.release()
             raise EpochError(
-                f"{self._cache.path}: {len(gone)} shards of epoch {request.epoch} were just evicted; bring them back "
+                f"{self._cache.path}: {evicted} shards of epoch {request.epoch} were just evicted; bring them back "
                 "with 'cachestream refetch', with no worker running"
             )
-        later = replay.batches_after(request.epoch, request.index, leader, settings.batch_size, len(group))
-        return HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), record, later)
+        batch_size = self._options.batch_size
+        later = replay.batches_after(request.epoch, request.index, leader, batch_size, len(group))
+        return replace(taken, record=record, later_batches=later)
+
+    def _retake(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
+        """Take a snapshot of the shards of `record` that are cached; return it, and the ids of those that went
+        since.
+        """
+        snapshot, lease, gone = self._cache.retake_snapshot(
+            record.shard_ids, record.counts, split=self._options.split
+        )
+        before = record.gone
+        new = tuple(shard_id for shard_id in gone if shard_id not in before)
+        return EpochSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), record.cut(0, new)), new
 
 
 def _open(
-    maps: EpochMaps, until_s: float, cancelled: Callable[[], bool]
+    taken: EpochSnapshot, until_s: float, cancelled: Callable[[], bool]
 ) -> list[tuple[int, CorruptShardError]]:
-    """Map and verify shards until the time `until_s`; return the damaged ones. Raises Cancelled."""
+    """Map and verify shards until the time `until_s`; return the damaged ones. Releases the lease on an error.
+    Raises Cancelled.
+    """
+    maps = taken.maps
     damaged: list[tuple[int, CorruptShardError]] = []
     missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
-    for start in range(0, len(missing), _SLICE):
-        if cancelled():
-            raise Cancelled
-        damaged += maps.open(missing[start : start + _SLICE], ahead=True)
-        if time.monotonic() > until_s:
-            break
+    try:
+        for start in range(0, len(missing), _SLICE):
+            if cancelled():
+                raise Cancelled
+            damaged += maps.open(missing[start : start + _SLICE], ahead=True)
+            if time.monotonic() > until_s:
+                break
+    except BaseException:
+        taken.lease.release()
+        raise
     return damaged

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +22,7 @@ import numpy as np
 from cachestream.errors import EpochError
 from cachestream.training.batches import memory
 from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
-from cachestream.training.batches.collate import packed
+from cachestream.training.batches.collate import to_container
 from cachestream.training.batches.gather import Columns, FixedColumns
 from cachestream.training.batches.memory import outside_inference
 from cachestream.training.batches.transfer import Staged, Transfer
@@ -31,25 +30,25 @@ from cachestream.training.batches.transfer import Staged, Transfer
 if TYPE_CHECKING:
     from cachestream.training.batches._gather import Queue
     from cachestream.training.batches.readahead import ReadAhead
-    from cachestream.training.batches.segment_reader import SampleLocations
+    from cachestream.training.batches.sample_locations import SampleLocations
     from cachestream.training.segment import Segment
 
 
-def can_flow(segment: Segment) -> bool:
-    """Return whether a `Flow` can gather the batches of `segment`, once all shards are mapped."""
+def can_prefetch(segment: Segment) -> bool:
+    """Return whether a `Prefetcher` can gather the batches of `segment`, once all shards are mapped."""
     simple = memory.in_c is not None and not segment.with_keys and isinstance(segment.ragged, str)
     return simple and all(field.shape is not None for field in segment.snapshot.schema.fields)
 
 
 @dataclass(slots=True, eq=False)
 class GatherTask:
-    """Batches `first` to `last` of `flow`, gathered together by task `number` of the queue.
+    """Batches `first` to `last` of `group`, gathered together by task `number` of the queue in C.
 
     They go into `arrays`, one for each field, whose addresses are `outs`. `batches` are for the trainer;
     there are none until they are staged or sent.
     """
 
-    flow: Flow
+    group: PrefetchGroup
     number: int
     first: int
     last: int
@@ -58,15 +57,18 @@ class GatherTask:
     batches: deque[QueuedBatch] = field(default_factory=deque)
 
 
-class Flow(BatchGroup):
+class PrefetchGroup(BatchGroup):
     """The batches at `locations`, gathered as they are taken; their shards must be mapped, and stay so.
 
-    The batches up to `handed` have left the feed: `batches` are those of them that the trainer has not taken.
+    The batches up to `handed` have left the prefetcher: `batches` are those of them that the trainer has not
+    taken.
     """
 
-    is_flow = True
+    is_prefetched = True
 
-    def __init__(self, feed: Feed, segment: Segment, locations: SampleLocations, ahead: ReadAhead) -> None:
+    def __init__(
+        self, prefetcher: Prefetcher, segment: Segment, locations: SampleLocations, ahead: ReadAhead
+    ) -> None:
         super().__init__(segment)
         self.handed = 0
         self.total = self.num_ungathered = len(locations)
@@ -74,12 +76,12 @@ class Flow(BatchGroup):
         self._most_together = segment.batches_together
         # The first batch of a segment must not wait for others.
         self._together = self._most_together if locations.first else 1
-        self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
+        self.most_ahead = max(prefetcher.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, self.total // 4)
         # Non-temporal stores where the batches ahead and those of the trainer do not fit into the caches.
         in_use = self.most_ahead + 2 * self._most_together
         self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
-        self._feed = feed
+        self._prefetcher = prefetcher
         self._locations = locations  # the addresses are of its arrays
         self._ahead = ahead
         self._bounds = locations.bounds.tolist()
@@ -95,15 +97,15 @@ class Flow(BatchGroup):
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
         self.waited_s = 0.0
-        return self.batches.popleft() if self.batches or self._feed.hand(self, timeout_s) else None
+        return self.batches.popleft() if self.batches or self._prefetcher.hand(self, timeout_s) else None
 
     def peek(self, timeout_s: float) -> QueuedBatch | None:
-        return self.batches[0] if self.batches or self._feed.hand(self, timeout_s) else None
+        return self.batches[0] if self.batches or self._prefetcher.hand(self, timeout_s) else None
 
     def discard(self) -> None:
-        self._feed.forget(self)
+        self._prefetcher.forget(self)
 
-    # --- for the feed
+    # --- for the prefetcher
 
     def new_task(self, number: int, first: int) -> GatherTask:
         """Return task `number`, for a few batches from `first` on, with memory for them."""
@@ -113,7 +115,7 @@ class Flow(BatchGroup):
         size = self._bounds[last] - self._bounds[first]
         # Room of one size for all tasks, so that buffers are reused.
         room = max(size, self._most_together * self.segment.plan.batch_size)
-        arrays, outs = self._columns.lend(self._feed.transfer.pool.lend, size, room)
+        arrays, outs = self._columns.allocate(self._prefetcher.transfer.pool.lend, size, room)
         self._together = min(self._most_together, 4 * self._together)
         return GatherTask(self, number, first, last, arrays, outs)
 
@@ -137,7 +139,7 @@ class Flow(BatchGroup):
                 columns = [whole] if len(spans) == 1 else [_rows_of(whole, *span) for span in spans]
             number = self.segment.request.done + self._locations.first + task.first + 1
             return deque(
-                QueuedBatch(Staged(packed(part, self._schema), ready), number + i, stop - start, 0)
+                QueuedBatch(Staged(to_container(part, self._schema), ready), number + i, stop - start, 0)
                 for i, (part, (start, stop)) in enumerate(zip(columns, spans, strict=True))
             )
 
@@ -169,28 +171,14 @@ def _drop_abandoned() -> None:
             _abandoned.pop((pid, queue), None)
 
 
-class _State(Enum):
-    """The thread that submits the coming batches of a feed.
+class Prefetcher:
+    """Submits the batches of groups to the threads in C, in order, up to `prefetch` ahead. Thread-safe.
 
-    NEW ──add──▶ ALONE ──submit_ahead──▶ HELPED        any ──close──▶ CLOSED
-                   ▲                       │
-                   └──hand: too few ahead──┘
-    """
-
-    NEW = auto()
-    ALONE = auto()  # the trainer's thread, whenever it takes a task
-    HELPED = auto()  # another thread, while the trainer computes
-    CLOSED = auto()
-
-
-class Feed:
-    """Submits the batches of flows to the threads in C, in order, up to `prefetch` ahead. Thread-safe.
-
-    `_flows` have batches to submit; `_tasks` are submitted and not handed to their flow. `_held` keeps the
-    memory of a task from before it is submitted until it is done, whoever has dropped its batches meanwhile.
+    `_groups` have batches to submit; `_tasks` are submitted and not handed to their group. `_held` keeps the
+    memory of a task from before it is submitted until it is done, even if its batches were dropped meanwhile.
 
     A signal may end any method after any step. A task counts as submitted once it is in `_tasks`, and as
-    handed once its flow counts it: what was interrupted before is done again.
+    handed once its group counts it: what was interrupted before is done again.
     """
 
     def __init__(self, prefetch: int, transfer: Transfer) -> None:
@@ -198,68 +186,61 @@ class Feed:
         self.transfer = transfer
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._state = _State.NEW
+        self._closed = False
         self._queue: Queue | None = None
-        self._flows: deque[Flow] = deque()
+        self._groups: deque[PrefetchGroup] = deque()
         self._tasks: deque[GatherTask] = deque()
         self._held: deque[tuple[int, Any]] = deque()
 
-    def add(self, flow: Flow, threads: int) -> None:
-        """Gather the batches of `flow` after those of the flows before it, with up to `threads` threads."""
+    def add(self, group: PrefetchGroup, threads: int) -> None:
+        """Gather the batches of `group` after those of the groups before it, with up to `threads` threads."""
         _drop_abandoned()
         with self._lock:
-            if self._state is _State.CLOSED:
+            if self._closed:
                 return
             if self._queue is None:
-                assert memory.in_c is not None  # see `can_flow`
-                self._queue, self._state = memory.in_c.Queue(threads), _State.ALONE
-            self._flows.append(flow)
+                assert memory.in_c is not None  # see `can_prefetch`
+                self._queue = memory.in_c.Queue(threads)
+            self._groups.append(group)
             self._top_up(self._queue)
 
-    def hand(self, flow: Flow, timeout_s: float) -> bool:
-        """Wait for the next task of `flow`, and hand over its batches; False after `timeout_s` or `close`."""
+    def hand(self, group: PrefetchGroup, timeout_s: float) -> bool:
+        """Wait for the next task of `group`, hand over its batches, and submit more; False after `timeout_s`
+        or `close`.
+        """
         check_process(self._pid)
         with self._lock:
             queue = self._queue
-            task = None if queue is None else self._next_of(flow, queue)
+            task = None if queue is None else self._next_of(group, queue)
         if queue is None or task is None:
             return False
         if queue.completed() < task.number:
             began_s = time.perf_counter()
             done = queue.wait(task.number, timeout_s)
-            flow.waited_s = time.perf_counter() - began_s
+            group.waited_s = time.perf_counter() - began_s
             if not done:
                 return False
         with self._lock:
             if not self._tasks or self._tasks[0] is not task:  # another thread has closed the loader
                 return False
-            self._send(queue)
-            flow.batches, flow.handed = task.batches, task.last
+            if self.transfer.moves:
+                self._send(queue.completed())
+            group.batches, group.handed = task.batches, task.last
             self._tasks.popleft()
-            if self._state is not _State.HELPED or 2 * self._num_ahead() < flow.most_ahead:
-                self._state = _State.ALONE
-                self._top_up(queue)
+            self._top_up(queue)
         return True
 
-    def submit_ahead(self) -> None:
-        """Submit as `hand` does, in a thread beside the trainer's, to which `hand` leaves it from now on."""
+    def forget(self, group: PrefetchGroup) -> None:
+        """Drop the rest of `group`."""
         with self._lock:
-            if self._queue is not None:
-                self._state = _State.HELPED
-                self._send(self._queue)
-                self._top_up(self._queue)
-
-    def forget(self, flow: Flow) -> None:
-        """Drop the rest of `flow`."""
-        with self._lock:
-            self._tasks = deque(task for task in self._tasks if task.flow is not flow)
-            self._flows = deque(other for other in self._flows if other is not flow)
+            self._tasks = deque(task for task in self._tasks if task.group is not group)
+            self._groups = deque(other for other in self._groups if other is not group)
 
     def close(self, timeout_s: float) -> None:
         """Submit nothing more; wait up to `timeout_s` for the tasks that run."""
         with self._lock:
-            self._state = _State.CLOSED
-            self._flows.clear()
+            self._closed = True
+            self._groups.clear()
             self._tasks.clear()
             queue, self._queue = self._queue, None
             held, self._held = self._held, deque()
@@ -269,49 +250,48 @@ class Feed:
 
     # --- with the lock
 
-    def _next_of(self, flow: Flow, queue: Queue) -> GatherTask | None:
-        """Return the next task of `flow`; the trainer has left the flows before it."""
-        while self._tasks or self._flows:
+    def _next_of(self, group: PrefetchGroup, queue: Queue) -> GatherTask | None:
+        """Return the next task of `group`; the trainer has left the groups before it."""
+        while self._tasks or self._groups:
             if not self._tasks:
                 self._submit_next(queue)
-            elif self._tasks[0].flow is flow and self._tasks[0].last > flow.handed:
+            elif self._tasks[0].group is group and self._tasks[0].last > group.handed:
                 return self._tasks[0]
             else:
                 self._tasks.popleft()
         return None
-
-    def _num_ahead(self) -> int:
-        """Number of batches that are submitted and not handed to their flow."""
-        return sum([task.last - task.first for task in self._tasks])
 
     def _top_up(self, queue: Queue) -> None:
         """Release the memory of done tasks, and submit as much as may be ahead."""
         held, completed = self._held, queue.completed()
         while held and held[0][0] <= completed:
             held.popleft()
-        while self._flows and self._num_ahead() < self._flows[0].most_ahead:
+        while self._groups and self._num_ahead() < self._groups[0].most_ahead:
             self._submit_next(queue)
 
-    def _submit_next(self, queue: Queue) -> None:
-        """Submit the next batches of the first flow, or drop it if it has none left."""
-        flow, last = self._flows[0], self._tasks[-1] if self._tasks else None
-        first = flow.handed if last is None or last.flow is not flow else last.last
-        if first == flow.total:
-            self._flows.popleft()
-            return
-        task = flow.new_task(queue.submitted() + 1, first)
-        self._held.append((task.number, task))
-        flow.submit(queue, task)
-        if not self.transfer.moves:
-            task.batches = flow.batches_of(task, self.transfer)
-        self._tasks.append(task)
-        flow.num_ungathered = flow.total - task.last
+    def _num_ahead(self) -> int:
+        """The number of batches that are submitted and not handed to their group."""
+        return sum([task.last - task.first for task in self._tasks])
 
-    def _send(self, queue: Queue) -> None:
-        """Send the tasks that have been gathered to the device."""
-        completed = queue.completed() if self.transfer.moves else 0
+    def _submit_next(self, queue: Queue) -> None:
+        """Submit the next batches of the first group, or drop it if it has none left."""
+        group, last = self._groups[0], self._tasks[-1] if self._tasks else None
+        first = group.handed if last is None or last.group is not group else last.last
+        if first == group.total:
+            self._groups.popleft()
+            return
+        task = group.new_task(queue.submitted() + 1, first)
+        self._held.append((task.number, task))
+        group.submit(queue, task)
+        if not self.transfer.moves:
+            task.batches = group.batches_of(task, self.transfer)
+        self._tasks.append(task)
+        group.num_ungathered = group.total - task.last
+
+    def _send(self, completed: int) -> None:
+        """Send the tasks up to number `completed`, which have been gathered, to the device."""
         for task in self._tasks:
             if task.number > completed:
                 break
             if not task.batches:
-                task.batches = task.flow.batches_of(task, self.transfer)
+                task.batches = task.group.batches_of(task, self.transfer)

@@ -17,7 +17,7 @@ from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
-    from cachestream.training.epoch_settings import EpochSettings
+    from cachestream.training.loader_options import LoaderOptions
 
 
 _POLL_S: Final = 0.02
@@ -30,7 +30,7 @@ logger = logging.getLogger("cachestream")
 
 def wait_for_samples(
     cache: Cache,
-    settings: EpochSettings,
+    options: LoaderOptions,
     num_ranks: int,
     cancelled: Callable[[], bool],
     closed: threading.Event,
@@ -39,21 +39,21 @@ def wait_for_samples(
 
     Raises NotEnoughSamplesError when there are and will be too few, and Cancelled.
     """
-    whole = settings.batch_size * num_ranks
-    wanted = settings.min_samples or whole
-    least = settings.min_samples or (whole if settings.drop_last else num_ranks)
+    whole = options.batch_size * num_ranks
+    wanted = options.min_samples or whole
+    least = options.min_samples or (whole if options.drop_last else num_ranks)
     # Shortly before the trainer's own timeout, because this error says more.
-    give_up_s, warn_s = 0.9 * settings.timeout_s, _WARN_AFTER_S
+    give_up_s, warn_s = 0.9 * options.timeout_s, _WARN_AFTER_S
     waited_s, polled_s = 0.0, time.monotonic()
-    while (have := count_samples(cache, settings.split)) < wanted:
+    while (have := count_samples(cache, options.split)) < wanted:
         state = cache.fill_state()
         ended = state in ("complete", "full", "failed")
         if ended or waited_s > give_up_s:
             # The last samples may have come between the count and the state.
-            have = count_samples(cache, settings.split)
+            have = count_samples(cache, options.split)
             if have >= least:
                 return
-            raise NotEnoughSamplesError(_too_few(cache, settings, have, least, state, ended))
+            raise NotEnoughSamplesError(_too_few(cache, options, have, least, state, ended))
         if waited_s > warn_s:
             warn_s = math.inf if _warn_why(cache, have, wanted) else waited_s + _WARN_RETRY_S
         if cancelled() or closed.wait(_POLL_S):
@@ -73,13 +73,13 @@ def _warn_why(cache: Cache, have: int, wanted: int) -> bool:
     return bool(why)
 
 
-def _too_few(cache: Cache, settings: EpochSettings, have: int, wanted: int, state: str, ended: bool) -> str:
+def _too_few(cache: Cache, options: LoaderOptions, have: int, wanted: int, state: str, ended: bool) -> str:
     """The message for an epoch that needs `wanted` samples, with the reason and its remedy."""
     fill = cache.filling.state()
     failures, message = fill.failures, fill.message
     hindered = hindrance(cache.directory, fill)
     skipped = describe_skipped(failures)
-    why = f"its filling is '{state}'" if ended else f"after {settings.timeout_s:g} s it is '{state}'"
+    why = f"its filling is '{state}'" if ended else f"after {options.timeout_s:g} s it is '{state}'"
     if state == "full" and not hindered:
         why = f"no more fit into its size_limit of {format_size(cache.size_limit)}"
         hint = "raise that ('cachestream limit CACHE SIZE'), or use a smaller batch_size or min_samples"
@@ -97,6 +97,6 @@ def _too_few(cache: Cache, settings: EpochSettings, have: int, wanted: int, stat
         hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
     else:
         hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-    of = "" if settings.split is None else f" of the split '{settings.split.name}'"
+    of = "" if options.split is None else f" of the split '{options.split.name}'"
     text = f"{cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
     return f"{text} ({skipped})" if skipped and skipped not in hint else text

@@ -37,7 +37,7 @@ _HINTS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochSettings:
+class LoaderOptions:
     """The options of an `EpochLoader`; see there."""
 
     batch_size: int
@@ -72,8 +72,8 @@ class EpochSettings:
         split = {} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}
         return {name: getattr(self, name) for name in names} | split
 
-    def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:
-        """These settings with plain numbers, for a replay of the manifests at `replay`, if any. Raises
+    def checked(self, replay: str | os.PathLike[str] | None) -> LoaderOptions:
+        """These options with plain numbers, for a replay of the manifests at `replay`, if any. Raises
         ConfigError for invalid ones.
         """
         counts: dict[str, int] = {"batch_size": check_count("batch_size", self.batch_size)}
@@ -95,10 +95,10 @@ class EpochSettings:
             if self.weights is not None:
                 raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
         with_keys = self.with_keys or self.weights is not None
-        settings = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]
-        return settings if replay is None else settings._of_replay(parse_path(replay, "replay"))
+        options = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]
+        return options if replay is None else options._of_replay(parse_path(replay, "replay"))
 
-    def _of_replay(self, path: str) -> EpochSettings:
+    def _of_replay(self, path: str) -> LoaderOptions:
         for name in ("epoch_size", "min_samples", "sampler", "weights", "locality"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
@@ -116,6 +116,16 @@ def make_weights(weights: object) -> KeyWeights | None:
         f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by position "
         "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
     )
+
+
+def check_objects(cache: object, batch_transform: object) -> None:
+    """Raise ConfigError unless `cache` is a cache and `batch_transform`, if any, a function."""
+    if not hasattr(cache, "take_snapshot"):
+        raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
+    if batch_transform is not None and not callable(batch_transform):
+        raise ConfigError(
+            f"batch_transform={batch_transform!r}: give a function of a batch, and perhaps a generator"
+        )
 
 
 def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:

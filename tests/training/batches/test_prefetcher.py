@@ -19,10 +19,10 @@ import torch
 
 from cachestream import Cache, EpochError, EpochLoader, collate
 from cachestream.training import loader as loader_module
-from cachestream.training.batches import feed as feed_module
 from cachestream.training.batches import memory
+from cachestream.training.batches import prefetcher as prefetcher_module
 from cachestream.training.batches.batch_queue import BatchGroup
-from cachestream.training.batches.feed import Feed
+from cachestream.training.batches.prefetcher import Prefetcher
 from cachestream.training.batches.transfer import (
     BatchTransform,
     Staged,
@@ -123,18 +123,18 @@ def test_the_samples_of_a_dataset_are_those_that_torch_gathers(
     assert all(map(same, ours, ask()))
 
 
-def test_a_whole_epoch_comes_as_one_parcel(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    parcels: list[int] = []
+def test_a_whole_epoch_comes_as_one_group(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
     put = Schedule.put
 
-    def count(schedule: Schedule, parcel: BatchGroup) -> bool:
-        parcels.append(len(parcel))
-        return put(schedule, parcel)
+    def count(schedule: Schedule, group: BatchGroup) -> bool:
+        sizes.append(len(group))
+        return put(schedule, group)
 
     monkeypatch.setattr(Schedule, "put", count)
     with EpochLoader(new_cache(10, 100), 2) as loader:
         assert sorted(numbers(loader)) == list(range(1000))
-    assert 500 in parcels
+    assert 500 in sizes
 
 
 @pytest.mark.usefixtures("moved")
@@ -169,12 +169,14 @@ def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
     monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
     cache = cache_of([SAMPLES["a large one"](i % 61) for i in range(600)], [600])
     with EpochLoader(cache, 32, prefetch=4) as loader:
-        feed, ahead = loader._pipeline._gathering.feed, []
-        assert feed is not None
+        prefetcher, ahead = loader._pipeline._producer.prefetcher, []
+        assert prefetcher is not None
         for taken, _ in enumerate(loader, 1):
             ahead.append(Elsewhere.sent - taken)
-            if feed._held and feed._queue is not None:  # it computes until all that is asked for is there
-                assert feed._queue.wait(feed._held[-1][0], 60.0)
+            if (
+                prefetcher._held and prefetcher._queue is not None
+            ):  # it computes until all that is asked for is there
+                assert prefetcher._queue.wait(prefetcher._held[-1][0], 60.0)
     assert min(ahead[2:-4]) >= 1
     assert max(ahead) <= 4
 
@@ -203,7 +205,7 @@ def test_an_interrupt_at_any_line_while_a_batch_is_looked_at_costs_none_and_repe
 ) -> None:
     """`peek` hands over and submits as `next` does, and the epoch goes on after it."""
     monkeypatch.setattr(Elsewhere, "wipes", False)  # what was interrupted is sent once more
-    files, lines, left = (feed_module.__file__, memory.__file__), 0, 0
+    files, lines, left = (prefetcher_module.__file__, memory.__file__), 0, 0
 
     def place(frame: FrameType) -> tuple[str, int]:
         return frame.f_code.co_filename, frame.f_lineno
@@ -281,19 +283,19 @@ def test_what_a_closed_feed_still_writes_to_is_let_go_once_it_is_written() -> No
     block, place = np.ones(1 << 20, np.uint8), np.zeros(1, np.int64)
     base, out, copies = np.array([block.ctypes.data], np.int64), np.zeros(1 << 20, np.uint8), 1000
     assert memory.in_c is not None
-    feed, queue = Feed(4, Transfer(4)), memory.in_c.Queue(1)
+    prefetcher, queue = Prefetcher(4, Transfer(4)), memory.in_c.Queue(1)
     sources = (base.ctypes.data, block.nbytes) * copies
     queue.submit(place.ctypes.data, place.ctypes.data, 1, sources, (out.ctypes.data,) * copies, False)
-    feed._queue, held = queue, Transfer(4)
-    feed._held.append((1, held))
+    prefetcher._queue, held = queue, Transfer(4)
+    prefetcher._held.append((1, held))
     wait_until(lambda: out[-1], "it is being written to")
     gone = weakref.ref(held)
     del held
-    feed.close(0.0)
+    prefetcher.close(0.0)
     assert gone() is not None
 
     def is_gone() -> bool:
-        Feed(4, Transfer(4)).close(0.0)
+        Prefetcher(4, Transfer(4)).close(0.0)
         return gone() is None
 
     wait_until(is_gone, "another loader that is closed lets it go")

@@ -1,0 +1,222 @@
+"""The work of the gathering thread on a segment: its batches are read, transformed, sent and queued in order.
+
+Where batches are transformed, two more threads do that. A copy is not shared by torch's own threads: where
+other processes or the trainer's kernels use the cores, each call waits until its second thread is scheduled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from cachestream.config import with_generator
+from cachestream.errors import CorruptShardError
+from cachestream.permutation import mix_key
+from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
+from cachestream.training.batches.collate import to_container
+from cachestream.training.batches.gather import Columns, Gatherer
+from cachestream.training.batches.prefetcher import Prefetcher, PrefetchGroup, can_prefetch
+from cachestream.training.batches.readahead import ReadAhead
+from cachestream.training.ordered_threads import OrderedThreads
+from cachestream.training.rendezvous import Cancelled
+
+if TYPE_CHECKING:
+    from cachestream.schema import IntArray
+    from cachestream.training.batches.memory import BufferPool
+    from cachestream.training.batches.sample_locations import SampleLocations
+    from cachestream.training.batches.transfer import BatchTransform, Transfer
+    from cachestream.training.schedule import Schedule
+    from cachestream.training.segment import Segment
+
+_MOST_THREADS: Final = 2  # two threads saturate the memory bandwidth
+
+
+class BatchProducer:
+    """The producer of batches, which the trainer consumes. Used by the gathering thread.
+
+    `prefetcher` gathers the segments that it can; None with a `transform`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        transfer: Transfer,
+        transform: BatchTransform | None,
+        quarantine: Callable[[int, str], None],
+        prefetcher: Prefetcher | None,
+    ) -> None:
+        self._schedule = schedule
+        self._transfer = transfer
+        self._transform = None if transform is None else with_generator(transform)
+        self._quarantine = quarantine
+        self.prefetcher = prefetcher
+        # Of the batch after each group. A group that had it would be in a reference cycle with its thread.
+        self._errors: dict[BatchGroup, BaseException] = {}
+
+    def run(self, segment: Segment) -> None:
+        """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
+        num_threads = 1 if self._transform is None else _num_threads(segment)
+        threads = OrderedThreads(num_threads, functools.partial(self._finish, segment), self._deliver)
+        prefetcher = self.prefetcher if can_prefetch(segment) else None
+        on_damage = functools.partial(self._on_damage, segment)
+        reader = _SegmentReader(segment, self._transfer.pool, prefetcher, on_damage, threads.settle)
+        try:
+            if threads.run(reader.read()) and segment.last:
+                self._schedule.put(BatchGroup(segment, is_end=True))
+        finally:
+            self._errors.clear()
+
+    def _finish(self, segment: Segment, read: _ReadBatches | PrefetchGroup) -> BatchGroup:
+        """Complete batches, up to the first that fails, and send them to the trainer's device."""
+        if isinstance(read, PrefetchGroup):
+            return read
+        group = BatchGroup(segment)
+        try:
+            read.copy()
+            self._send(group, read)
+        except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
+            self._errors[group] = error
+        return group
+
+    def _send(self, group: BatchGroup, read: _ReadBatches) -> None:
+        segment, send = group.segment, self._transfer.send
+        schema, done = segment.snapshot.schema, segment.request.done + read.first
+        for columns, size, skipped in zip(read.batches, read.sizes, read.skipped, strict=True):
+            done += 1
+            if size:
+                staged = send(to_container(columns, schema), self._transform_of(segment, done))
+                group.batches.append(QueuedBatch(staged, done, size, skipped))
+            elif segment.num_ranks > 1:
+                raise CorruptShardError(
+                    f"all samples of a batch of epoch {segment.request.epoch} lie in damaged shards, and the "
+                    "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
+                )
+
+    def _transform_of(self, segment: Segment, number: int) -> Callable[[Any], Any] | None:
+        """The transform for batch `number` of the epoch on this rank, seeded by that number: the same after a
+        resume.
+        """
+        if self._transform is None:
+            return None
+        transform, device = self._transform, self._transfer.device
+        seed = mix_key(segment.transform_key, number) & (2**63 - 1)
+        return lambda batch: transform(batch, lambda: torch.Generator(device).manual_seed(seed))
+
+    def _deliver(self, group: BatchGroup) -> bool:
+        """Queue a finished group; return False if it is stale. Raises the error of the batch after it."""
+        if isinstance(group, PrefetchGroup):
+            return self._prefetch(group)
+        wanted = not len(group) or self._schedule.put(group)
+        if group in self._errors:
+            raise self._errors.pop(group)
+        return wanted
+
+    def _prefetch(self, group: PrefetchGroup) -> bool:
+        """Have `group` gathered until the trainer has taken most of it; False if it is stale."""
+        assert self.prefetcher is not None
+        self.prefetcher.add(group, _num_threads(group.segment))
+        wanted = self._schedule.put(group) and self._schedule.wait_low(group)
+        if not wanted:
+            group.discard()
+        return wanted
+
+    def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
+        if not self._schedule.wanted(segment.request):
+            raise Cancelled  # the lease has ended, so the shard may have been evicted
+        self._quarantine(shard_id, str(error))
+
+
+def _num_threads(segment: Segment) -> int:
+    """The number of threads for this rank's share of the processors."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
+
+
+class _ReadBatches(NamedTuple):
+    """A few batches of this rank from number `first` on: for each its fields, its number of samples, and the
+    number of samples that were left out because their shard is damaged.
+
+    `copy` must be called before the fields are used.
+    """
+
+    first: int
+    batches: list[Columns]
+    copy: Callable[[], None]
+    sizes: list[int]
+    skipped: list[int]
+
+
+class _SegmentReader:
+    """Reads the batches of `segment` for this rank, in order, without the samples of damaged shards.
+
+    With `prefetcher`, it gathers them once all shards are mapped. `on_damage(shard id, error)` is called for
+    each damaged shard. `settle()` must return when no copies of earlier batches run any more: it is called
+    before maps are dropped.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        pool: BufferPool,
+        prefetcher: Prefetcher | None,
+        on_damage: Callable[[int, CorruptShardError], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self._segment = segment
+        self._maps = segment.maps
+        self._prefetcher = prefetcher
+        self._together = 1  # the first batch must not wait for others
+        room = segment.batches_together * segment.plan.batch_size
+        self._gatherer = Gatherer(segment.maps, pool, room, segment.with_keys, segment.ragged)
+        self._damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
+        self._on_damage = on_damage
+        self._settle = settle
+
+    def read(self) -> Iterator[_ReadBatches | PrefetchGroup]:
+        """Yield the batches in order: one at a time until all shards are mapped, then a few or a block."""
+        assert self._segment.locations is not None
+        ahead = ReadAhead(self._segment)
+        for block in self._segment.locations:
+            start = 0
+            while start < len(block):
+                is_ready = self._maps.all_mapped
+                stop = len(block) if is_ready else start + 1
+                part = block.part(start, stop)
+                if not is_ready:
+                    self._open(part.shards)
+                if self._prefetcher is not None and self._maps.all_mapped:
+                    yield PrefetchGroup(self._prefetcher, self._segment, part, ahead)
+                else:
+                    yield from self._gather(part, ahead)
+                start = stop
+
+    def _open(self, shards: IntArray) -> None:
+        for position, error in self._maps.open(shards[~self._damaged[shards]], self._settle):
+            self._damaged[position] = True
+            self._on_damage(int(self._segment.snapshot.shard_ids[position]), error)
+
+    def _gather(self, part: SampleLocations, ahead: ReadAhead) -> Iterator[_ReadBatches]:
+        """Yield the batches of `part`, a few small ones at a time."""
+        shards, rows, bounds, skipped = part.shards, part.rows, part.bounds, [0] * len(part)
+        sound = ~self._damaged[shards]
+        if not sound.all():
+            shards, rows = shards[sound], rows[sound]
+            bounds = np.concatenate([[0], np.cumsum(sound)])[bounds]  # of the batches among the sound samples
+            skipped = (np.diff(part.bounds) - np.diff(bounds)).tolist()
+        start, ends = 0, bounds.tolist()
+        while start < len(part):
+            stop = min(start + self._together, len(part))
+            for number in range(part.first + start, part.first + stop):
+                ahead.reach(number)
+            here = ends[start : stop + 1]
+            sizes = [last - first for first, last in pairwise(here)]
+            # No variable refers to the batches: one more buffer in use makes the CPU cache less effective.
+            yield _ReadBatches(
+                part.first + start, *self._gatherer.begin(shards, rows, here), sizes, skipped[start:stop]
+            )
+            start, self._together = stop, min(self._segment.batches_together, 4 * self._together)
