@@ -16,8 +16,6 @@ from typing import Final
 import hypothesis
 import pytest
 
-from cachestream.transport import bounds
-
 pytest_plugins = [name for name in ("tests.support.fixtures",) if importlib.util.find_spec(name)]
 
 # The machine is shared and slow at times: a deadline an example would fail for that alone.
@@ -103,13 +101,6 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         pause.wait(0.02)
     kinds = "; ".join(f"{what}: {sorted(names)}" for what, names in left.items() if names)
     pytest.fail(f"{request.node.name} left behind {kinds}", pytrace=False)
-
-
-@pytest.fixture(autouse=True)
-def forgets_the_bound_of_the_last_source() -> Iterator[None]:
-    """Reset the bound for one object, which stays with the thread that read a source last: the tests'."""
-    yield
-    bounds.enter(bounds.DEFAULT_BYTES)
 
 
 def _threads() -> set[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import glob
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,27 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import xxhash
-from fsspec.utils import get_protocol, glob_translate
 
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.find import find_files
 from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
-from cachestream.listing.names import Names, NamesBuilder
-from cachestream.listing.pages import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
+from cachestream.listing.names import Names, NamesBuilder, Page
 from cachestream.listing.patterns import (
     MAGIC,
-    WEB_MAGIC,
-    common_root,
-    expand_braces,
     extension_of,
     kind_of,
-    local_path,
-    parent_of,
-    visible,
 )
-from cachestream.listing.walk import GoneError, LocalFolders, Walk, in_order, open_walk
+from cachestream.listing.s3_listing import PAGE_NAMES, S3Listing, UnorderedError, open_s3_listing
+from cachestream.listing.walk import GoneError, Walk, open_walk
 from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import map_errors, public_name, redact
+from cachestream.transport.remote_errors import public_name, redact
 
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
@@ -48,7 +40,7 @@ class Listing:
 
     There are four ways to come by the names, and `rest` tells whether they are all:
 
-        all at once ─────────────┐             list_files: several URLs, ranges, or first_names=None
+        all at once ─────────────┐             find_files: several URLs, ranges, or first_names=None
         from a manifest ─────────┤
                                  ├──▶ closed   rest is None
         by another process ──────┤                 ▲          over(names): as far as it has listed them
@@ -58,7 +50,7 @@ class Listing:
 
     root: str = field(repr=False)  # may hold a password
     names: Names
-    rest: Pages | Walk | None = None
+    rest: S3Listing | Walk | None = None
     labels: Labels | None = None
 
 
@@ -121,7 +113,7 @@ class FileList:
         self._shown_root = redact(scheme + root)
 
     def _list_all(self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool) -> Listing:
-        root, all_paths = list_files(self.remote, patterns, recursive)
+        root, all_paths = find_files(self.remote, patterns, recursive)
         paths, wanted = all_paths, self._wanted
         if wanted:
             paths = [path for path in paths if redact(path).lower().endswith(wanted)]
@@ -138,23 +130,21 @@ class FileList:
         self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
     ) -> Listing | None:
         """Return the first names, or all if these are few; None without names, and where there are no pages."""
-        pages = open_pages(self.remote, patterns, recursive) or open_walk(self.remote, patterns, recursive)
-        if pages is None:
+        rest = (open_s3_listing if self.remote.is_s3 else open_walk)(self.remote, patterns, recursive)
+        if rest is None:
             return None
-        wanted, page_names = pages.usual_first(), PAGE_NAMES
+        wanted, page_names = rest.num_first_names(), PAGE_NAMES
         if first_names != "auto":
             wanted, page_names = first_names, min(PAGE_NAMES, first_names)
         found: list[str] = []
-        rest: Pages | Walk | None = None
         try:
-            for page in pages.after("", page_names):
+            for page in rest.after("", page_names):
                 found += self._filtered(page.names)
-                if not page.is_last and len(found) >= wanted:
-                    rest = pages
+                if page.is_last or len(found) >= wanted:
                     break
         except (UnorderedError, GoneError):
             return None
-        return Listing(pages.root, Names(found), rest) if found else None
+        return Listing(rest.root, Names(found), None if page.is_last else rest) if found else None
 
     def _filtered(self, names: list[str]) -> list[str]:
         if self._wanted:
@@ -267,7 +257,7 @@ class FileList:
 def _is_a_file(url: str) -> bool:
     """Return whether a URL looks like that of files: with an extension, and without a wildcard."""
     name = redact(url)
-    return bool(extension_of(name)) and not any(mark in name for mark in "*?[")
+    return bool(extension_of(name)) and not MAGIC.search(name)
 
 
 def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:
@@ -303,103 +293,3 @@ def _filters(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
     """Return the parts of a fingerprint that name the filters."""
     parts = [f"extensions={','.join(wanted)}"] if wanted else []
     return (*parts, *(() if recursive else ("flat",)))
-
-
-# --- listing at once ---------------------------------------------------------------------------
-
-
-def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> tuple[str, list[str]]:
-    """Return the root of the files that `urls` (of one protocol) name, and their paths, sorted and unique.
-
-    The root ends in "/", or is "". Hidden files in folders are left out.
-
-    Raises SourceError for files and folders that are missing, empty or forbidden, SourceUnavailableError for
-    a remote that does not answer, ConfigError for URLs of several protocols.
-    """
-    for url in urls:
-        if get_protocol(url) != remote.protocol:
-            raise ConfigError(
-                f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
-            )
-    # The name of a local file may contain braces.
-    expanded = [
-        (url, [url] if remote.is_local and os.path.exists(local_path(url)) else expand_braces(url))
-        for url in urls
-    ]
-    find = _find_local if remote.is_local else _RemoteFinder(remote).find
-    roots: set[str] = set()
-    paths: list[str] = []
-    for url, alternatives in expanded:
-        known = len(paths)
-        for one in alternatives:
-            with map_errors(redact(one), secrets=remote.secrets):
-                root, found = find(one, recursive, bool(roots))
-            roots.add(root)
-            paths.extend(found)
-        if len(paths) == known:
-            raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
-    return common_root(roots), sorted(set(paths))
-
-
-def _find_local(url: str, recursive: bool, _trusted: bool) -> tuple[str, list[str]]:
-    """Return the root and the files of one URL."""
-    path = local_path(url)
-    if os.path.isdir(path):
-        root = path.rstrip("/") + "/"
-        folders = LocalFolders(root)
-        runs = (names for names, _ in in_order(folders)) if recursive else [folders("").files]
-        return root, [root + name for names in runs for name in names]
-    if os.path.exists(path):
-        return parent_of(path), [path]
-    magic = MAGIC.search(path)
-    if magic is None:
-        raise SourceError(f"{path}: no such file or folder; check the path")
-    return parent_of(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
-
-
-class _RemoteFinder:
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-        self._filesystem, self._first_path = remote.open_for_listing()
-        self._magic = WEB_MAGIC if remote.is_web else MAGIC
-
-    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        """Return the root and the files of one URL; a `trusted` URL of a file is not looked up."""
-        path = self._first_path if "::" in url else str(self._filesystem._strip_protocol(url))
-        bare = path.partition("?")[0]
-        if self._remote.is_web and not self._magic.search(bare):
-            # The file is not looked up, as a signed URL may allow GET alone.
-            return self._folder(path, recursive) if path.endswith("/") else (parent_of(bare), [path])
-        if self._remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
-            raise SourceError("an S3 URL names one bucket: s3://bucket/…")
-        magic = self._magic.search(path)
-        if magic is not None:
-            found = self._matching(path)
-            return parent_of(path if found == [path] else path[: magic.start()]), found
-        if trusted and extension_of(path):
-            return parent_of(path), [path]
-        if url.endswith("/") or not path:
-            return self._folder(path, recursive)
-        if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
-            return below
-        info = self._filesystem.info(path)
-        return self._folder(path, recursive) if info["type"] == "directory" else (parent_of(path), [path])
-
-    def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
-        root = path.rstrip("/") + "/" if path.strip("/") else ""
-        if self._remote.is_s3:  # the `find` of s3fs would keep a record of 2 kB for each file
-            found = Pages.of(self._remote, path, recursive).paths()
-        else:
-            found = self._filesystem.find(path, maxdepth=None if recursive else 1)
-        return root, visible(root, found, recursive)
-
-    def _matching(self, pattern: str) -> list[str]:
-        """Return the files that match; only the file with the name `pattern` if there is one."""
-        if self._remote.is_s3:
-            fits = re.compile(glob_translate(pattern)).match
-            found = Pages.of(self._remote, pattern, recursive=True).paths()
-            return [pattern] if pattern in found else [one for one in found if fits(one) and one[-1:] != "/"]
-        if self._filesystem.isfile(pattern):
-            return [pattern]
-        entries = self._filesystem.glob(pattern, detail=True)
-        return [path for path, info in entries.items() if info["type"] != "directory"]

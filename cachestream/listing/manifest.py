@@ -197,6 +197,7 @@ class Manifest:
         return not self._ending.removesuffix(".gz").endswith((*_TABLES, *_PARQUET))
 
     def _is_beside_the_data(self) -> bool:
+        """Return whether the list lies on the remote of the data, as far as its URL and `base` tell."""
         if self.base is not None:
             return bool(get_protocol(os.fspath(self.base)) == get_protocol(os.fspath(self.url)))
         return not _is_local(os.fspath(self.url))

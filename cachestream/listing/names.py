@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pickle import PickleBuffer
-from typing import Any, Final, overload
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 import xxhash
@@ -26,6 +26,13 @@ from cachestream.linux import move, open_private
 from cachestream.schema import IntArray
 
 _NAMES_PER_BATCH: Final = 65_536
+
+
+class Page(NamedTuple):
+    """Names below the root, in order, after those of the previous page; `is_last` ends the listing."""
+
+    names: list[str]
+    is_last: bool
 
 
 class Names(Sequence[str]):

@@ -17,10 +17,11 @@ from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
-from cachestream.listing.pages import Page
+from cachestream.listing.names import Page
 from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, local_path, parent_of
 from cachestream.transport import metering
-from cachestream.transport.remote import Caller, Remote, result_of
+from cachestream.transport.driver import Caller, result_of
+from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 FOLDER_TIMEOUT_S: Final = 300.0
@@ -39,35 +40,35 @@ class Folder(NamedTuple):
     is_there: bool = True
 
 
-Listed = Callable[[str, Sequence[str]], Folder]
+# Takes a folder ("" is the root, others end in "/"), and the folders that it will be asked for next.
+ListFolder = Callable[[str, Sequence[str]], Folder]
 
 
-def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]:
+def in_order(list_folder: ListFolder, last: str = "") -> Iterator[tuple[list[str], bool]]:
     """Yield the paths below the root that come after `last`, in order, in runs of files of one folder.
 
-    Each run comes with whether it is certainly the last. `listed(folder, following)` returns the contents of
-    `folder` ("" is the root, others end in "/"); `following` are the folders that will be requested next, as
-    far as they are known. Folders before `last` are not requested.
+    Each run comes with True if it is certainly the last. Folders before `last` are not listed.
     """
     pending: list[str | list[str]] = [""]
     while pending:
         one = pending.pop()
         if isinstance(one, str):
             folders = (next_one for next_one in reversed(pending) if isinstance(next_one, str))
-            pending += reversed(_items(one, listed(one, list(islice(folders, MOST_FOLLOWING))), last))
+            contents = list_folder(one, list(islice(folders, MOST_FOLLOWING)))
+            pending += reversed(_items(one, contents, last))
         else:
             yield one, not pending
 
 
-def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
+def _items(folder: str, contents: Folder, last: str) -> list[str | list[str]]:
     """Return the folders and runs of files of `folder` that come after `last`, in the order of paths."""
     # Folders are sorted with their "/", as "a.txt" comes before "a/b", and "a0" after it.
     paths = sorted(
-        [folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.subfolders]
+        [folder + name for name in contents.files] + [f"{folder}{name}/" for name in contents.subfolders]
     )
     if last.startswith(folder):
         paths = [path for path in paths if path > last or (path[-1] == "/" and last.startswith(path))]
-    if not holds.subfolders:
+    if not contents.subfolders:
         return [paths] if paths else []
     items: list[str | list[str]] = []
     for is_folder, run in groupby(paths, lambda path: path[-1] == "/"):
@@ -137,7 +138,7 @@ class Walk:
     root: str
     pattern: str = ""
 
-    def usual_first(self) -> int:
+    def num_first_names(self) -> int:
         """Return the number of names to list before the first sample: as many as take little time."""
         if self.remote.is_local and not is_network_filesystem(filesystem_of(os.path.realpath(self.root))):
             return FIRST_OF_DISKS
@@ -266,7 +267,7 @@ def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | No
         return None
     magic = MAGIC.search(path)
     if magic is None:
-        if not recursive or (extension_of(path) and not urls[0].endswith("/")):
+        if not recursive or extension_of(urls[0]):
             return None  # a single folder, or most likely a file
         return Walk(remote, path.rstrip("/") + "/")
     root = parent_of(path[: magic.start()])

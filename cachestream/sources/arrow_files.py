@@ -14,7 +14,7 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import ARROW_ENDINGS
-from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults
@@ -80,6 +80,7 @@ class ArrowSource(SampleFiles):
         """Yield the rows of a file in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
+    @in_own_context
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
         index, _ = self._locate(unit)

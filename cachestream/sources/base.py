@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,10 @@ from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.listing.names import Names, StoredNames
 
 if TYPE_CHECKING:
-    from cachestream.listing.pages import Page
+    from cachestream.listing.names import Page
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_REASON: Final = 800
 
@@ -225,6 +229,26 @@ def check_unit(source: object, unit: int, num_units: int | None) -> None:
     if unit < 0 or (num_units is not None and unit >= num_units):
         last = "" if num_units is None else f" to {num_units - 1:,}"
         raise SourceError(f"{source!r} has no unit {unit}: its units are numbered from 0{last}")
+
+
+def in_own_context(read: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Run every iterator of the generator function `read` in a context of its own (`contextvars`).
+
+    A generator shares the context of the caller otherwise, and two that are read in turns would apply the limit
+    for one object of each other's source.
+    """
+
+    @functools.wraps(read)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        items: Any = read(*args, **kwargs)
+        context, end = copy_context(), cast(T, object())
+        try:
+            while (item := context.run(next, items, end)) is not end:
+                yield item
+        finally:
+            context.run(items.close)
+
+    return wrapper
 
 
 def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -18,12 +18,12 @@ from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_fields
 from cachestream.sources.fields import Defaults, check_encoding
 from cachestream.sources.user_code import fingerprint_of, guard_user_code
-from cachestream.transport.object import fetch
+from cachestream.transport import object_limit
 from cachestream.transport.remote_errors import map_errors
+from cachestream.transport.remote_object import fetch
 
 if TYPE_CHECKING:
-    from cachestream.listing.names import Names
-    from cachestream.listing.pages import Page
+    from cachestream.listing.names import Names, Page
 
 logger = logging.getLogger("cachestream")
 
@@ -231,7 +231,8 @@ class FileSource:
             raise SampleError(
                 f"{where}: is the server's page about a folder: end its URL with '/' to read its files"
             )
-        sample = decode_fields(data, extension, where, self._images, self._encoding)
+        with object_limit.applied(self._remote.max_object_bytes):
+            sample = decode_fields(data, extension, where, self._images, self._encoding)
         if callable(self._label):
             with guard_user_code(f"label({key!r})"):
                 sample["label"] = self._label(key)

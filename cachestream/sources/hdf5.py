@@ -26,9 +26,10 @@ from cachestream.errors import CacheStreamError, SampleError, SourceError
 from cachestream.sources.npy import LOCAL_GAP_BYTES, ArrayLayout, read_window
 from cachestream.sources.user_code import CallLock
 from cachestream.transport import metering
-from cachestream.transport.object import GAP_BYTES, BlockFile, RemoteObject
+from cachestream.transport.file_objects import BlockFile
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
+from cachestream.transport.remote_object import GAP_BYTES, RemoteObject
 
 MAX_CHUNK_BYTES: Final = 4 << 30
 _DEFLATE: Final = 1

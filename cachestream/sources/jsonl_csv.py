@@ -29,7 +29,7 @@ from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.manifest import NUMBER_TYPES, parse_float, parse_int
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import COMPRESSED_ENDINGS, LINES_ENDINGS
-from cachestream.sources.base import Problems
+from cachestream.sources.base import Problems, in_own_context
 from cachestream.sources.decode.compression import decompressed, require_decompressor
 from cachestream.sources.decode.values import json_field
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
@@ -121,6 +121,7 @@ class LinesSource(SampleFiles):
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
 
+    @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the lines of a unit in order. Raises the errors of `Source.read`."""
         index, part = self._locate(unit)

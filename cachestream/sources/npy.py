@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError
-from cachestream.transport.object import GAP_BYTES, RemoteObject, patiently
 from cachestream.transport.remote import Remote
+from cachestream.transport.remote_object import GAP_BYTES, RemoteObject, patiently
 
 HEAD_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 1 << 16

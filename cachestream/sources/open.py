@@ -38,8 +38,8 @@ from cachestream.sources.datasets import (
 )
 from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.mix import MixSource
-from cachestream.transport.object import open_stream
 from cachestream.transport.remote_errors import redact
+from cachestream.transport.remote_object import open_stream
 
 # The formats of files, and the public names of their sources, which are loaded when they are needed (PEP 562).
 _SOURCES: Final = {

@@ -19,14 +19,16 @@ from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import PARQUET_ENDINGS
 from cachestream.schema import IntArray
-from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch, Columns, load_arrow
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import FileUnits, SampleFiles, parts_for_diversity
 from cachestream.sources.table_columns import ColumnOptions, same_columns, table_rows
-from cachestream.transport.object import RemoteObject, SpanFile, patiently
+from cachestream.transport import object_limit
+from cachestream.transport.file_objects import SpanFile
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
+from cachestream.transport.remote_object import RemoteObject, patiently
 
 TAIL_BYTES: Final = 64 << 10
 MAX_FOOTER_BYTES: Final = 256 << 20
@@ -293,6 +295,7 @@ class ParquetSource(SampleFiles):
         """Yield the rows of a row group in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
+    @in_own_context
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
         index, group = self._locate(unit)
@@ -300,7 +303,8 @@ class ParquetSource(SampleFiles):
         problems = Problems(self._files.where(index))
         batches = self._read_group(index, group, int(self._rows[place]))
         rows = table_rows(batches, self._files.key(index), int(self._first_rows[place]), problems)
-        yield from self._defaults.fill_all(rows)
+        with object_limit.applied(self._files.remote.max_object_bytes):
+            yield from self._defaults.fill_all(rows)
         problems.raise_any()
 
     def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ from cachestream.listing.patterns import COMPRESSED_ENDINGS
 from cachestream.schema import IntArray
 from cachestream.sources.base import check_unit
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
-from cachestream.transport.object import open_stream, size_of
+from cachestream.transport.remote_object import open_stream, size_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

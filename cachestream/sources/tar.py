@@ -13,7 +13,7 @@ from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.patterns import TAR_ENDINGS
-from cachestream.sources.base import Problems
+from cachestream.sources.base import Problems, in_own_context
 from cachestream.sources.decode.compression import decompressed, require_decompressor
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_integer, decode_json_value, decode_value, decode_with
@@ -29,7 +29,7 @@ from cachestream.sources.tar_format import (
     seek_member,
 )
 from cachestream.sources.user_code import call_decoder, fingerprint_of
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 
 Decoder = Callable[[bytes], Any]
 
@@ -43,8 +43,8 @@ PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 def decode_gzip(data: Buffer) -> bytes:
     """Unpack gzip. Raises TooLargeError above the bound for one object."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-        found = file.read(bounds.most_bytes() + 1)
-    bounds.check(len(found))
+        found = file.read(object_limit.limit_bytes() + 1)
+    object_limit.check(len(found))
     return found
 
 
@@ -170,6 +170,7 @@ class TarSource(CutFiles):
     def _can_cut(self, head: bytes) -> bool:
         return len(head) >= BLOCK and find_header(head, 0) == 0
 
+    @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the samples of a tar, or of one visit to it, in order. Raises as `Source.read`."""
         index, visit = self._locate(unit)

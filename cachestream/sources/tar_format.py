@@ -13,7 +13,7 @@ from typing import Final
 
 from cachestream.errors import SampleError
 from cachestream.sources.base import Problems
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 from cachestream.transport.stream import Stream
 
 BLOCK: Final = 512
@@ -363,8 +363,8 @@ def _read_file(group: Group, extension: str, member: Member, reader: TarReader, 
         problem = problem or f"two files with the extension .{extension}"
     group.nbytes += member.size_bytes
     try:
-        bounds.check(group.nbytes)
-    except bounds.TooLargeError as error:
+        object_limit.check(group.nbytes)
+    except object_limit.TooLargeError as error:
         if stream.size_bytes is None:  # a packed tar: to skip the sample, all of it would be unpacked
             raise TarError(f"#{group.shown_key}, in a packed tar: {error}") from error
         problem = problem or str(error)

@@ -14,7 +14,7 @@ from cachestream.config import check_mapping
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.patterns import TFRECORD_ENDINGS
-from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
 from cachestream.sources.fields import Defaults
@@ -110,6 +110,7 @@ class TFRecordSource(CutFiles):
         """Yield the records of a file in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
+    @in_own_context
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the same records, as `Rows` where small consecutive ones have the same shapes."""
         index, part = self._locate(unit)

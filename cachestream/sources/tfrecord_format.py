@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cachestream.config import require
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import DecompressedStream
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 from cachestream.transport.stream import Stream
 
 MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
@@ -195,8 +195,8 @@ def _read_record(stream: Stream, checksum: Checksum | None, problems: Problems) 
         problems.add(f"{name}: a length of {length} bytes: this is no TFRecord, or damaged from here on")
         return None
     try:
-        bounds.check(length)
-    except bounds.TooLargeError as error:
+        object_limit.check(length)
+    except object_limit.TooLargeError as error:
         problems.add(f"{name}: {error}")
         whole = length + _TAIL_BYTES
         return Records(offset, b"", [], []) if stream.skip(whole) == whole else None

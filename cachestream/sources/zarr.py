@@ -23,9 +23,9 @@ from fsspec.asyn import AsyncFileSystem
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
-from cachestream.transport.object import RemoteObject, fetch, patiently
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
+from cachestream.transport.remote_object import RemoteObject, fetch, patiently
 
 T = TypeVar("T")
 MAX_CHUNK_BYTES: Final = 4 << 30

@@ -1,8 +1,7 @@
-"""The five ways to bytes: local files, S3, web servers, and fsspec's drivers, asynchronous or blocking.
+"""The backends of remotes: S3, web servers, and the other drivers of fsspec, asynchronous or blocking.
 
-A backend of a remote knows two things: the version of a file (`stat`), and one request for a part of it
-(`open_range`). Resuming, deadlines, versions and accounting exist once, above them, in `transfer`. Local
-files need none of these: they are read straight into place, or mapped.
+A backend makes two requests: for the version of a file (`stat`), and for a part of it (`open_range`).
+Resuming, deadlines, versions and accounting exist once, above the backends, in `download`.
 """
 
 from __future__ import annotations
@@ -10,37 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import numpy as np
-
-from cachestream.errors import SampleError
-from cachestream.linux import FileMap
-from cachestream.transport import bounds, metering
-from cachestream.transport.metering import PIECE_BYTES
-from cachestream.transport.remote import (
+from cachestream.transport import metering
+from cachestream.transport.driver import (
     CALL_BYTES,
     CALL_S,
     CONNECT_S,
     FIRST_BYTE_S,
+    PIECE_S,
     STALL_S,
     Driver,
-    Remote,
-    for_bytes_s,
     in_time,
 )
+from cachestream.transport.metering import PIECE_BYTES
+from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object, target_of
-from cachestream.transport.stream import Stream
 
 Span = tuple[int, int]  # a part of a file: its first byte, and the byte after its last one
 
-READAHEAD_BYTES: Final = 128 << 10  # the kernel's usual readahead at a page fault
-READ_BYTES: Final = 4 << 20  # in one system call
 # The entries of a driver's `info` that tell versions of an object apart.
 _VERSION_NAMES: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
@@ -79,7 +70,7 @@ class Body:
 
 
 class Backend(Protocol):
-    """The requests of one kind of remote, awaited as `driver.submit` does. They raise the driver's errors."""
+    """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors."""
 
     driver: Driver
     streams: bool  # the bytes of an answer can be read as they arrive
@@ -89,10 +80,6 @@ class Backend(Protocol):
     @property
     def request_bytes(self) -> int:
         """The most that one request should ask for."""
-
-    @property
-    def piece_bytes(self) -> int:
-        """The most that should be read in one step."""
 
     def deadline_s(self, nbytes: int) -> float:
         """Return the deadline for a step that reads `nbytes`."""
@@ -121,7 +108,6 @@ class _StreamingBackend:
     """A server that sends the size and the version with each answer, and the bytes as they are read."""
 
     streams = tells_version = True
-    piece_bytes = PIECE_BYTES
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -131,9 +117,11 @@ class _StreamingBackend:
         return metering.at_most()
 
     def deadline_s(self, nbytes: int) -> float:
-        return for_bytes_s(nbytes)
+        return CALL_S + PIECE_S * -(-nbytes // PIECE_BYTES)
 
     async def stat(self, path: str) -> Version:
+        # Not by HEAD: its errors have no body, whose code tells bad credentials and a missing bucket from an object
+        # that is denied or missing; a signed URL may allow GET alone; and S3's client takes twice as long for it.
         body = await self.open_range(path, 0, 1, Version())
         try:
             await body.read(1)
@@ -244,7 +232,7 @@ class _CallingBackend:
     streams = False
 
     def __init__(self, remote: Remote, driver: Driver) -> None:
-        self._pieces, self.driver = remote.pieces, driver
+        self._call_size, self.driver = remote.call_size, driver
 
     def deadline_s(self, _nbytes: int) -> float:
         return CALL_S
@@ -255,11 +243,10 @@ class CallBackend(_CallingBackend):
 
     tells_version = False
     takes_parts = True
-    piece_bytes = PIECE_BYTES
 
     @property
     def request_bytes(self) -> int:
-        return metering.at_most(self._pieces.nbytes)
+        return metering.at_most(self._call_size.nbytes)
 
     async def stat(self, path: str) -> Version:
         return _version_of_info(await self.driver.filesystem._info(path))
@@ -268,7 +255,7 @@ class CallBackend(_CallingBackend):
         begun_s = time.monotonic()
         span = {} if start == 0 and stop is None else {"start": start, "end": stop}
         data: bytes = await self.driver.filesystem._cat_file(path, **span)
-        self._pieces.took(len(data), time.monotonic() - begun_s)
+        self._call_size.took(len(data), time.monotonic() - begun_s)
         ended = start >= 0 and (stop is None or len(data) < stop - start)
         is_told = version.size_bytes < 0 and ended  # less than was asked for is the rest of the file
         return body_of(data, max(0, start), Version(start + len(data)) if is_told else Version())
@@ -296,15 +283,11 @@ class BlockingBackend(_CallingBackend):
     takes_parts = False
     request_bytes = metering.NO_LIMIT_BYTES
 
-    @property
-    def piece_bytes(self) -> int:
-        return metering.at_most(self._pieces.nbytes)
-
     async def stat(self, path: str) -> Version:
         return _version_of_info(self.driver.filesystem.info(path))
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        most = self._pieces.nbytes
+        most = self._call_size.nbytes
         ahead = {"block_size": most if most < CALL_BYTES else None}
         options = ahead if stop is None else {"cache_type": "none"}
         with _closed_connections():
@@ -317,8 +300,8 @@ class BlockingBackend(_CallingBackend):
         async def read(nbytes: int) -> bytes:
             begun_s = time.monotonic()
             with _closed_connections():
-                data: bytes = file.read(min(nbytes, self._pieces.nbytes))
-            self._pieces.took(len(data), time.monotonic() - begun_s)
+                data: bytes = file.read(min(nbytes, metering.at_most(self._call_size.nbytes)))
+            self._call_size.took(len(data), time.monotonic() - begun_s)
             return data
 
         info, size = getattr(file, "details", None), getattr(file, "size", None)
@@ -339,153 +322,3 @@ def _version_of_info(info: dict[str, Any]) -> Version:
     size = info.get("size")
     tag = "|".join(str(info[name]) for name in _VERSION_NAMES if name in info)
     return Version(-1 if size is None else int(size), tag)
-
-
-# --- local files ---------------------------------------------------------------------------------------
-
-
-def _open(path: str, where: str) -> tuple[int, os.stat_result]:
-    """Open a regular file; return its descriptor and status. `where` names the file in messages."""
-    # O_NONBLOCK: without it, opening a named pipe waits for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise SampleError(f"{where}: not a regular file")
-    return fd, status
-
-
-def _fill(fd: int, start: int, out: memoryview, where: str, unreported: int = 0) -> int:
-    """Read from byte `start` on until `out` is full. Raises SampleError if the file ends before.
-
-    Bytes are reported `PIECE_BYTES` at a time. `unreported` is the number of bytes that earlier calls have
-    not reported; the number after this call is returned.
-    """
-    have = 0
-    while have < len(out):
-        got = os.preadv(fd, [out[have : have + READ_BYTES]], start + have)
-        if got == 0:
-            raise SampleError(f"{where}: ends after {start + have} of at least {start + len(out)} bytes")
-        have += got
-        unreported += got
-        if unreported >= PIECE_BYTES:
-            metering.fetched(unreported)
-            unreported = 0
-    return unreported
-
-
-def fetch_local(path: str) -> memoryview:
-    """Return all bytes of the file `path`, writable."""
-    fd, status = _open(path, path)
-    try:
-        bounds.check(status.st_size)
-        buffer = np.empty(status.st_size, np.uint8).data
-        metering.asking(status.st_size)
-        unreported = _fill(fd, 0, buffer, path)
-    finally:
-        os.close(fd)
-    metering.fetched(unreported)
-    return buffer
-
-
-def mapped_spans(mapped: FileMap, spans: Sequence[Span]) -> list[memoryview] | None:
-    """Return the bytes of `spans` of a mapped file, read-only and without a copy; None before Linux 5.14.
-
-    The pages are populated first, by a call that raises OSError where an access to them would end the process
-    with SIGBUS.
-    """
-    for start, stop in spans:
-        if stop - start > READAHEAD_BYTES and not mapped.is_cached(start, stop):
-            mapped.ask_for(start, stop)
-        if start < stop and not mapped.bring_in(start, stop):
-            return None
-    whole = mapped.array().data
-    return [whole[start:stop] for start, stop in spans]
-
-
-class LocalFile:
-    """The file `path`, which messages call `shown`. Thread-safe and picklable."""
-
-    def __init__(self, path: str, shown: str) -> None:
-        self._path, self._shown = path, shown
-        # Assigned as one tuple: other threads read it meanwhile.
-        self._map: tuple[Version, FileMap] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
-
-    def stat(self) -> Version:
-        """Return the current version."""
-        fd, status = _open(self._path, self._shown)
-        os.close(fd)
-        return _version_of_status(status)
-
-    def read_spans(
-        self,
-        spans: Sequence[Span],
-        outs: Sequence[memoryview] | None,
-        sparse: bool,
-        check: Callable[[Version], Version],
-    ) -> Sequence[memoryview]:
-        """Return the bytes of each span, as `RemoteObject.read_spans` does; `check` takes their version."""
-        fd, status = _open(self._path, self._shown)
-        unreported = 0
-        try:
-            now = check(_version_of_status(status))
-            if outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans):
-                nbytes = sum(stop - start for start, stop in spans)
-                metering.asking(nbytes)
-                found = self._mapped_spans(fd, now, spans)
-                if found is not None:
-                    metering.fetched(nbytes)
-                    return found
-            if outs is None:
-                outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
-            for (start, _), out in zip(spans, outs, strict=True):
-                metering.asking(len(out))
-                unreported = _fill(fd, start, out, self._shown, unreported)
-        finally:
-            os.close(fd)
-        metering.fetched(unreported)
-        return outs
-
-    def _mapped_spans(self, fd: int, now: Version, spans: Sequence[Span]) -> list[memoryview] | None:
-        """Return the bytes of `spans` without a copy; None if the file cannot be mapped."""
-        mapped = self._map
-        if mapped is None or mapped[0] != now:
-            try:
-                mapped = now, FileMap(fd, now.size_bytes)
-            except OSError:
-                return None
-            self._map = mapped
-        return mapped_spans(mapped[1], spans)
-
-
-def _version_of_status(status: os.stat_result) -> Version:
-    return Version(status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
-
-
-class LocalStream(Stream):
-    """A local file as a stream."""
-
-    def __init__(self, path: str, where: str, start: int) -> None:
-        super().__init__(where, start=start)
-        self._fd, status = _open(path, where)
-        self.size_bytes = self._end = status.st_size
-        self._offset = start
-
-    def _next_piece(self) -> memoryview:
-        buffer = np.empty(PIECE_BYTES, np.uint8).data
-        metering.asking(max(0, min(PIECE_BYTES, self._end - self._offset)))
-        got = os.preadv(self._fd, [buffer], self._offset)
-        self._offset += got
-        metering.fetched(got)
-        return buffer[:got]
-
-    def _jump(self, nbytes: int) -> None:
-        self._offset += nbytes
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.transport import metering
 from cachestream.transport.backends import Backend, Body, Version, backend_of, body_of
+from cachestream.transport.driver import PIECE_S, result_of
 from cachestream.transport.metering import PIECE_BYTES
-from cachestream.transport.remote import PIECE_S, result_of
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge
+from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, classify_and_report
 
 if TYPE_CHECKING:
-    from cachestream.transport.object import RemoteObject
+    from cachestream.transport.remote_object import RemoteObject
 
 # Returns the memory for the bytes from an offset on, of a file of a size (-1: unknown).
 Room = Callable[[int, int], memoryview]
@@ -38,9 +38,9 @@ class _TooSlowError(TimeoutError):
 class RangeRequest:
     """One request for the bytes of a file from `start` on, sent with the first read.
 
-    Its methods run where the driver's calls do, one at a time. `position` is the offset of the next byte. An
-    `error` that ends it after bytes came is kept, and these bytes are returned. One that `is_given_up` writes
-    to no memory any more.
+    Its methods run where the driver's calls do, one at a time. `position` is the offset of the next byte. If
+    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`. A request that
+    `is_given_up` writes to no memory any more.
     """
 
     def __init__(self, file: RemoteObject, backend: Backend, start: int, stop: int | None) -> None:
@@ -53,10 +53,7 @@ class RangeRequest:
         self.is_done = self.is_given_up = False
 
     async def read(self, at: int, room: Room, most: int, patience_s: float) -> memoryview:
-        """Return at most `most` bytes from `at` on, in memory from `room`; after `patience_s`, fewer.
-
-        There are none at the end.
-        """
+        """Return at most `most` bytes from `at` on, in memory from `room`: fewer after `patience_s`, none at the end."""
         body = self._body
         if body is None:
             self.position = at
@@ -88,7 +85,7 @@ class RangeRequest:
         return out[: self.position - at]
 
     async def _open(self) -> Body:
-        """RangeRequest the bytes from `position` on; return a body that stands there."""
+        """Request the bytes from `position` on; return a body that stands there."""
         file = self._file
         try:
             body = await self.backend.open_range(file.path, self.position, self._stop, file.version)
@@ -175,10 +172,10 @@ class Download:
         *,
         step_bytes: int = PART_BYTES,
         patience_s: float = math.inf,
-        num_bytes: int = 0,
     ) -> None:
-        self.offset, self.stop, self.room, self.num_bytes = start, stop, room, num_bytes
-        self._file, self._step_bytes, self._patience_s = file, step_bytes, patience_s
+        self.offset, self.stop, self.room, self.num_bytes = start, stop, room, 0
+        self._file, self._patience_s = file, patience_s
+        self._step_bytes = metering.at_most(step_bytes)
         self._request: RangeRequest | None = None
         self._pending: concurrent.futures.Future[memoryview] | None = None
         self._asked_s = self._deadline_s = 0.0
@@ -195,7 +192,7 @@ class Download:
         return self.offset == self.stop or self.is_at_end
 
     def ask(self) -> None:
-        """RangeRequest the next piece unless one is pending."""
+        """Request the next piece unless one is pending."""
         request = self._request
         if self._pending is not None or (request is not None and request.error is not None):
             return
@@ -287,7 +284,7 @@ class Download:
         self.close()
         if request is not None:
             self._file.remote.note_failure(request.backend.driver, error)
-        if isinstance(error, _TooSlowError) or judge(error) != "unavailable":
+        if isinstance(error, _TooSlowError) or classify_and_report(error) != "unavailable":
             return False
         most = RESUMES if self.num_bytes < PIECE_BYTES else MORE_RESUMES
         return self.num_bytes > 0 and self._progress.failures < most

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import struct
 import threading
@@ -26,7 +25,7 @@ from cachestream.errors import ConfigError
 from cachestream.linux import open_private
 
 PIECE_BYTES: Final = 1 << 20  # the usual size of a piece of a fetch, which is reported as it arrives
-TICK_S: Final = 0.5  # between the signs of life of a thread that waits
+TICK_S: Final = 0.5  # between two signs of life of a thread that waits
 NO_LIMIT_BYTES: Final = 1 << 62
 BURST_S: Final = 0.1
 LOCK_TIMEOUT_S: Final = 2.0
@@ -56,7 +55,8 @@ def install(
 
     `on_fetched(nbytes)` is called when bytes arrive, `on_asking(nbytes)` before they are requested, if their
     number is known, and `on_slow_down()` when a remote answers that there are too many requests. All are
-    called from any thread, also from several at once; the first two may block to hold back the reader. A
+    called from any thread, also from several at once, in the context of the reader (`contextvars`), which
+    crosses event loops and `asyncio.to_thread`; the first two may block to hold back the reader. A
     request asks for at most `request_bytes`. A callback may raise a CacheStreamError, or a BaseException that
     is no Exception; any other counts as an error of the remote.
     """
@@ -68,7 +68,7 @@ def install(
 
 
 def asking(nbytes: int) -> None:
-    """Report that `nbytes` are about to be requested, in the thread that will report them as `fetched`."""
+    """Report that `nbytes` are about to be requested, in the context that will report them as `fetched`."""
     _on_asking(nbytes)
 
 
@@ -113,38 +113,24 @@ def next_paid_s(paid_s: float, now_s: float, cost_s: float) -> float:
 class Throttle:
     """A limit of `bytes_per_s` for all Throttles on one file together.
 
-    Safe between threads, processes and forks; picklable. After an idle time the bytes of the first 0.1 s pass
-    at once. `path` is created (mode 0600) if it is missing; its folder must exist. Raises OSError if there is
-    no space for it.
+    Safe between threads and processes, each of which opens the file itself. After an idle time the bytes of
+    the first 0.1 s pass at once. `path` is created (mode 0600) if it is missing; its folder must exist.
+    Raises OSError if there is no space for it.
     """
 
     def __init__(self, path: str, bytes_per_s: float) -> None:
         if not bytes_per_s > 0:
             raise ConfigError(f"bandwidth limit {bytes_per_s!r}: must be above 0 bytes a second")
-        self._path = path
         self._bytes_per_s = float(bytes_per_s)
-        self._open()
-
-    def _open(self) -> None:
         self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT)
+        self._fd = open_private(path, os.O_RDWR | os.O_CREAT)
         self._closer = weakref.finalize(self, os.close, self._fd)
-        if os.fstat(self._fd).st_size < _STATE.size:
-            os.posix_fallocate(self._fd, 0, _STATE.size)  # a store into a hole of a full disk is a SIGBUS
-        self._map = mmap.mmap(self._fd, _STATE.size)
         boot_id = _boot_id()
         with self._locked():
+            state = os.pread(self._fd, _STATE.size, 0)
             # The monotonic clock restarts at boot: a time from before could block for days.
-            if _STATE.unpack_from(self._map)[1].rstrip(b"\0") != boot_id:
-                _STATE.pack_into(self._map, 0, 0.0, boot_id)
-
-    def __getstate__(self) -> tuple[str, float]:
-        return self._path, self._bytes_per_s
-
-    def __setstate__(self, state: tuple[str, float]) -> None:
-        self._path, self._bytes_per_s = state
-        self._open()
+            if len(state) < _STATE.size or state[_PAID.size :].rstrip(b"\0") != boot_id:
+                os.pwrite(self._fd, _STATE.pack(0.0, boot_id), 0)
 
     def __repr__(self) -> str:
         return f"<Throttle {self._bytes_per_s / 1e6:.3g} MB/s>"
@@ -157,11 +143,11 @@ class Throttle:
         few bytes pass.
         """
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-        held, fd = False, self._fd
+        held = False
         with self._lock:
             while not held and time.monotonic() < deadline_s:
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     held = True
                 except BlockingIOError:
                     time.sleep(0.0002)
@@ -169,17 +155,15 @@ class Throttle:
                 yield
             finally:
                 if held:
-                    fcntl.flock(fd, fcntl.LOCK_UN)
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def reserve(self, nbytes: int) -> float:
         """Spend `nbytes` now; return the seconds to wait before the next request."""
-        if self._pid != os.getpid():  # a fork shares the parent's descriptor, and with it the lock
-            self._open()
         with self._locked():
             now_s = time.monotonic()
-            (paid_s,) = _PAID.unpack_from(self._map)
+            (paid_s,) = _PAID.unpack(os.pread(self._fd, _PAID.size, 0))
             paid_s = next_paid_s(paid_s, now_s, nbytes / self._bytes_per_s)
-            _PAID.pack_into(self._map, 0, paid_s)
+            os.pwrite(self._fd, _PAID.pack(paid_s), 0)
         return max(0.0, paid_s - now_s - BURST_S)
 
     def spend(self, nbytes: int, on_wait: Callable[[], None] | None = None) -> None:
@@ -194,5 +178,4 @@ class Throttle:
 
     def close(self) -> None:
         """Close the file; the Throttle must not be used again."""
-        self._map.close()
         self._closer()

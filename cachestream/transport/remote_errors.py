@@ -15,7 +15,7 @@ from typing import Final, Literal, Protocol
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.transport import metering
-from cachestream.transport.bounds import TooLargeError
+from cachestream.transport.object_limit import TooLargeError
 
 Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "range", "changed", "other"]
 
@@ -214,7 +214,7 @@ def classify(error: BaseException) -> Kind:
     return _classify_one(error) or "other"
 
 
-def judge(error: BaseException) -> Kind:
+def classify_and_report(error: BaseException) -> Kind:
     """Return the kind of failure of `error`; report to `metering` that a remote asks for fewer requests."""
     kind = classify(error)
     if kind == "unavailable" and any(_code(one) in _THROTTLED for one in (error, *_causes(error))):
@@ -249,7 +249,7 @@ def _mapped(error: Exception, what: str, one_of_many: bool, secrets: Iterable[st
     """Return the error that `map_errors` raises for `error`."""
     if isinstance(error, TooLargeError):
         return SampleError(f"{what}: {error}")
-    kind = judge(error)
+    kind = classify_and_report(error)
     reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
     message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
     if kind in ("unavailable", "changed"):

@@ -18,7 +18,9 @@ from urllib.parse import quote
 
 logger = logging.getLogger("cachestream")
 
-MAX_STRIKES: Final = 3  # in a row: requests that only the client succeeded with
+MAX_STRIKES: Final = (
+    3  # requests in a row that failed after the pattern, and that the client then succeeded with
+)
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
 _REQUEST_HEADERS: Final = frozenset(  # these differ between requests, and belong to no pattern

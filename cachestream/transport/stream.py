@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote_errors import map_errors
 
@@ -72,12 +72,12 @@ class Stream:
         return join(parts, have)
 
     def read_whole(self) -> memoryview:
-        """Return the rest of the file, writable. Raises SampleError above the bound for one object."""
-        most = bounds.most_bytes()
+        """Return the rest of the file, writable. Raises SampleError above the limit for one object."""
+        most = object_limit.limit_bytes()
         self.push_back(self.take())  # after the first piece the size is known, if the server sends it
         data = self.read(most + 1) if (self.size_bytes or 0) <= most else memoryview(b"")
         with map_errors(self.where, one_of_many=True):
-            bounds.check(max(len(data), self.size_bytes or 0))
+            object_limit.check(max(len(data), self.size_bytes or 0))
         return data
 
     def take(self) -> memoryview:

@@ -12,7 +12,7 @@ from cachestream.schema import Schema
 from cachestream.storage.progress import PassRow
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import Slot
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 from cachestream.worker.encode import Table
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
@@ -97,7 +97,7 @@ class ShardWriter:
         now_s = time.monotonic()
         if now_s > self._limit_until_s:
             self._limit_bytes, self._limit_until_s = self._cache.size_limit, now_s + 1.0
-            bounds.limit_to(self._limit_bytes)
+            object_limit.set_cache_limit(self._limit_bytes)
         return self._limit_bytes
 
     def _pack(self, part: Part) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -165,7 +166,7 @@ class UnitReader:
 
 @dataclass(slots=True)
 class _Account:
-    """The bytes that a thread has fetched in the current attempt, and those that it has paid for ahead."""
+    """The bytes fetched in the current attempt to read a unit, and those paid for ahead."""
 
     unit_read: UnitRead
     number: int
@@ -174,15 +175,24 @@ class _Account:
     beat_s: float = 0.0
 
 
+# Of the unit that is read. A context variable, as a library may fetch in an event loop or a thread pool of its own.
+_current: Final[ContextVar[_Account | None]] = ContextVar("account", default=None)
+
+
+def _account() -> _Account:
+    account = _current.get()
+    assert account is not None
+    return account
+
+
 class FetchMeter:
     """The accounting of the reading threads: bytes and signs of life on the board, and the bandwidth limit.
 
-    Bytes that other threads of the process fetch, such as those of a transform, do not count.
+    Bytes that are fetched for no unit, such as those of a transform, do not count.
     """
 
     def __init__(self, job: Job, directory: Directory, slot: Slot) -> None:
         self._slot = slot
-        self._local = threading.local()
         self._counting = threading.Lock()
         self._is_reported = False  # the source reports the bytes that it fetches
         self._is_throttled = False
@@ -198,12 +208,12 @@ class FetchMeter:
 
     def begin(self, unit_read: UnitRead, number: int) -> None:
         """Account for `unit_read` in this thread, which has a `number` on the board."""
-        self._local.account = _Account(unit_read, number)
+        _current.set(_Account(unit_read, number))
         self.beat(number)  # before the position is shown: the last beat of an idle thread may be old
 
     def begin_attempt(self) -> None:
         """Count the bytes of another attempt, and refund what was paid for bytes that never came."""
-        account: _Account = self._local.account
+        account = _account()
         account.fetched_bytes = 0
         if self._throttle is not None and account.paid_bytes:
             self._throttle.reserve(-account.paid_bytes)
@@ -211,8 +221,8 @@ class FetchMeter:
 
     def end(self) -> None:
         self.begin_attempt()
-        self._local.account.unit_read.requested_s = 0.0
-        self._local.account = None
+        _account().unit_read.requested_s = 0.0
+        _current.set(None)
 
     def beat(self, number: int) -> None:
         """Show that thread `number` is alive."""
@@ -220,39 +230,39 @@ class FetchMeter:
 
     def beat_now_and_then(self) -> None:
         """Show that this thread is alive, every millisecond at most."""
-        account: _Account = self._local.account
+        account = _account()
         if (now_s := time.monotonic()) - account.beat_s >= _BEAT_S:
             self._slot["flight_beats_s"][account.number] = account.beat_s = now_s
 
     @property
     def has_fetched(self) -> bool:
         """True if the current attempt has fetched bytes, or may have done so: the source reports none."""
-        return bool(self._local.account.fetched_bytes) or not self._is_reported
+        return bool(_account().fetched_bytes) or not self._is_reported
 
     def count(self, nbytes: int) -> None:
         """Count `nbytes` of a sample as fetched, unless the source reports its bytes itself."""
-        if not self._local.account.fetched_bytes:
+        if not _account().fetched_bytes:
             self._on_fetched(nbytes)
-            self._local.account.fetched_bytes = 0
+            _account().fetched_bytes = 0
 
     def _on_reported(self, nbytes: int) -> None:
         self._is_reported |= nbytes > 0
         self._on_fetched(nbytes)
 
     def _on_fetched(self, nbytes: int) -> None:
-        account: _Account | None = getattr(self._local, "account", None)
+        account = _current.get()
         if account is None:
             return
         self.beat(account.number)
         if not nbytes:
             return
         account.unit_read.requested_s = 0.0
-        account.fetched_bytes += nbytes
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
-        if self._throttle is not None:
+            account.fetched_bytes += nbytes
             owed_bytes = nbytes - account.paid_bytes
             account.paid_bytes = max(0, -owed_bytes)
+        if self._throttle is not None:
             self._throttle.spend(owed_bytes, lambda: self.beat(account.number))
 
     def _on_request(self, nbytes: int) -> None:
@@ -260,11 +270,12 @@ class FetchMeter:
 
         Otherwise the bytes that many readers have in flight would exceed the limit.
         """
-        account: _Account | None = getattr(self._local, "account", None)
+        account = _current.get()
         if account is None:
             return
         if self._throttle is not None:
-            account.paid_bytes += nbytes
+            with self._counting:
+                account.paid_bytes += nbytes
             self._throttle.spend(nbytes, lambda: self.beat(account.number))
         if nbytes:
             account.unit_read.requested_s = account.unit_read.requested_s or time.monotonic()

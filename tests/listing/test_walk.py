@@ -13,7 +13,7 @@ import pytest
 
 from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.listing import walk as walk_module
-from cachestream.listing.pages import Page
+from cachestream.listing.names import Page
 from cachestream.listing.walk import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_walk
 from cachestream.sources.base import as_incremental
 from cachestream.sources.files import FileSource
@@ -222,7 +222,7 @@ def test_a_disk_of_this_machine_is_listed_at_once_up_to_more_names_than_a_mount_
     assert opened is not None
     for kind, first in (("ext4", FIRST_OF_DISKS), ("nfs4", FIRST_OF_OTHERS), ("fuse.sshfs", FIRST_OF_OTHERS)):
         monkeypatch.setattr(walk_module, "filesystem_of", lambda _, kind=kind: kind)
-        assert opened.usual_first() == first
+        assert opened.num_first_names() == first
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ import pytest
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.arrays import ArraySource
 from cachestream.testing.checks import check_source
-from cachestream.transport import metering
-from cachestream.transport import object as remote_object
-from cachestream.transport.object import merge_spans
+from cachestream.transport import metering, remote_object
+from cachestream.transport.remote_object import merge_spans
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream.listing.names import Names
-from cachestream.listing.pages import Page
+from cachestream.listing.names import Names, Page
 from cachestream.sources.base import (
     ColumnarSource,
     DivisibleSource,

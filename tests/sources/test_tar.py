@@ -27,8 +27,8 @@ from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.sources.tar import TarSource
 from cachestream.sources.tar_format import TarReader, split_name
 from cachestream.transport import metering
-from cachestream.transport.object import open_stream
 from cachestream.transport.remote import Remote
+from cachestream.transport.remote_object import open_stream
 from tests.sources.tars import RNG, make, numbered, read_all, read_unit, tar_bytes
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]

@@ -28,7 +28,6 @@ from cachestream.errors import SampleError, SourceError
 from cachestream.sources.decode import compression
 from cachestream.sources.tar import TarSource
 from cachestream.sources.tar_format import BLOCK
-from cachestream.transport import bounds
 from tests.sources.tars import add, make, numbered, read_all, read_unit, tar_bytes
 
 FILES: Final = numbered(8, 700)
@@ -289,7 +288,7 @@ def test_an_extended_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
 def test_a_packed_bomb_is_given_up_at_the_bound_in_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
 ) -> None:
-    monkeypatch.setattr(bounds, "_limit_bytes", 4 << 20)
+    monkeypatch.setattr(object_limit, "_cache_bytes", 4 << 20)
     data = pack(tar_bytes([("a.txt", b"1"), ("b.bin", bytes(64 << 20)), ("c.txt", b"2")]))
     assert len(data) < 1 << 20
     tracemalloc.start()

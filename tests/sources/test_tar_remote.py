@@ -23,10 +23,9 @@ import cachestream as cs
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.tar import TarSource
 from cachestream.testing.observing import cached_keys
-from cachestream.transport import metering
-from cachestream.transport import object as remote_object
-from cachestream.transport.object import RemoteObject, open_stream
+from cachestream.transport import metering, remote_object
 from cachestream.transport.remote import Remote
+from cachestream.transport.remote_object import RemoteObject, open_stream
 from tests.sources.tars import RNG, make, numbered, read_all, read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server

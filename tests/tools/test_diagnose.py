@@ -34,6 +34,7 @@ from cachestream.transport import metering
 from tests.support.forked import run_forked
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
+from tests.worker.sources import FetchedElsewhere
 
 TIMEOUT_S: Final = 180
 COMMAND: Final = [sys.executable, "-m", "cachestream", "diagnose"]
@@ -247,6 +248,13 @@ def test_a_transform_that_is_slow_is_found() -> None:
     verdict = judge(replace(found.stages, written=None, delivered=None))
     assert verdict.binds == "transform", f"{found}\n{found.stages}"
     assert found.stages.alone.cpu_s["transform"] >= found.stages.alone.num_samples * 0.1
+
+
+def test_bytes_fetched_in_a_thread_pool_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(3_000_000))
+    source = FetchedElsewhere(tmp_path / "a.bin")
+    found = probe.Probe(source, [0], None).run(0.01)
+    assert found.fetched_bytes == found.num_samples * 3_000_000 > 0
 
 
 @pytest.mark.slow

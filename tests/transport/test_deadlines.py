@@ -17,9 +17,10 @@ import pytest
 from fsspec.implementations.http import HTTPFileSystem
 
 from cachestream.errors import SampleError, SourceUnavailableError
-from cachestream.transport.object import fetch, open_stream
-from cachestream.transport.remote import Caller, Remote
+from cachestream.transport.driver import Caller
+from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors
+from cachestream.transport.remote_object import fetch, open_stream
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer, full_backlog

@@ -11,10 +11,11 @@ import pytest
 
 from cachestream.errors import SampleError
 from cachestream.linux import FileMap
-from cachestream.transport.backends import Version, mapped_spans
-from cachestream.transport.object import RemoteObject
+from cachestream.transport.backends import Version
+from cachestream.transport.local_files import mapped_spans
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
+from cachestream.transport.remote_object import RemoteObject
 
 SPANS = [(10, 20), (5_000, 900_000), (8_192, 8_192), (999_990, 1_000_000)]
 

@@ -19,12 +19,27 @@ import xxhash
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.base import Rows
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_object import fetch
 
 
 def content(key: str, nbytes: int) -> npt.NDArray[np.uint8]:
     """The bytes that belong to `key`: uint8 `[nbytes]`."""
     seed = xxhash.xxh3_64_intdigest(key.encode())
     return np.random.Generator(np.random.Philox(key=seed)).integers(0, 256, nbytes, np.uint8)
+
+
+@dataclass(frozen=True)
+class FetchedElsewhere:
+    """A file that is fetched in a thread pool of an event loop, as libraries with a loop of their own do."""
+
+    path: Path
+    num_units: int = 4
+    fingerprint: str = "elsewhere"
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, int]]]:
+        data = asyncio.run(asyncio.to_thread(fetch, Remote(str(self.path)), str(self.path)))
+        yield str(unit), {"size": len(data)}
 
 
 @dataclass(frozen=True)

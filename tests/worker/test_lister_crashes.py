@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheError, CacheFullError
-from cachestream.listing.names import Names, file_names, read_mark
-from cachestream.listing.pages import Page
+from cachestream.listing.names import Names, Page, file_names, read_mark
 from cachestream.sources.base import IncrementalSource
 from cachestream.sources.files import FileSource
 from cachestream.storage.cache import Cache

@@ -12,6 +12,7 @@ import cachestream as cs
 from cachestream import Cache
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
+from tests.worker.sources import FetchedElsewhere
 from tests.worker.support import DEADLINE_S, failures_of, only_once, wait_until
 
 RATE = 20_000_000
@@ -63,6 +64,18 @@ def test_the_processes_of_a_worker_hold_the_bandwidth_within_5_percent_over_any_
     sent = s3_proxy.sent
     assert excess_s(sent, RATE) < 0.05 * 10  # which is what 5 % of 10 s are
     assert best_rate(sent, 1.0) > 0.6 * RATE  # in a second in which the machine was not busy
+
+
+def test_bytes_fetched_in_an_event_loop_or_a_thread_pool_are_those_of_the_unit(
+    cache: Cache, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(3_000_000))
+    with cs.start_worker(cache, FetchedElsewhere(path), num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        status = worker.status().worker
+    assert status is not None
+    assert status.totals.fetched_bytes == 4 * 3_000_000
 
 
 def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(

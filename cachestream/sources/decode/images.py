@@ -20,7 +20,7 @@ from PIL import Image
 
 from cachestream.config import whole_number
 from cachestream.errors import ConfigError
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 
 JPEG_FORMATS: Final = ("JPEG", "MPO")
 # Each scan of a progressive JPEG updates all pixels, and may be a few bytes long: without a limit, a small
@@ -241,7 +241,7 @@ def _check_pixels(width: int, height: int) -> None:
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and width * height > limit:  # Pillow only warns
         raise Image.DecompressionBombError(f"{width} x {height} pixels, {limit} at most")
-    bounds.check(3 * width * height)
+    object_limit.check(3 * width * height)
 
 
 def _orientation(image: Image.Image) -> int:

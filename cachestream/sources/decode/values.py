@@ -22,7 +22,7 @@ from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
 from cachestream.sources.npy import parse_header
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
 _Data = TypeVar("_Data", bound=Buffer)
@@ -62,7 +62,7 @@ def decode_npz(data: Buffer) -> dict[str, Any]:
     """Decode a .npz file to its arrays by name; a 0-d text array becomes a str."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
-        bounds.check(sum(member.file_size for member in members))
+        object_limit.check(sum(member.file_size for member in members))
         fields: dict[str, Any] = {}
         for member in members:
             # zipfile unpacks other methods without a bound.

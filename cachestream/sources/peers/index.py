@@ -22,13 +22,13 @@ from cachestream.config import check_count, format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
-from cachestream.sources.base import Problems, check_unit
+from cachestream.sources.base import Problems, check_unit, in_own_context
 from cachestream.sources.decode.images import ImageOptions
 from cachestream.sources.decode.values import decode_with
 from cachestream.sources.sample_files import FileUnits
 from cachestream.sources.user_code import call_decoder, fingerprint_of
-from cachestream.transport import bounds
-from cachestream.transport.object import open_stream
+from cachestream.transport import object_limit
+from cachestream.transport.remote_object import open_stream
 from cachestream.transport.stream import Stream
 
 INDEX_NAME: Final = "index.json"
@@ -64,8 +64,8 @@ def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems
             problems.add(f"sample {number}: the table says that it lies at {begin} to {end}: it is damaged")
             return
         try:
-            bounds.check(end - begin)
-        except bounds.TooLargeError as error:
+            object_limit.check(end - begin)
+        except object_limit.TooLargeError as error:
             problems.add(f"sample {number}: {error}")
             continue
         stream.skip(begin - stream.position)
@@ -300,6 +300,7 @@ class IndexedSource:
         """The number of samples according to the index."""
         return int(self._counts.sum())
 
+    @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of a file, or of a visit to it, in order. Raises the errors of `Source.read`."""
         check_unit(self, unit, self.num_units)

@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,6 +50,19 @@ class _Tally:
     cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
 
+@dataclass(slots=True)
+class _Reading:
+    """The reading of a thread in a run: its stage, and the time (and processor time) at which that began."""
+
+    tally: _Tally
+    stage: str = "read"
+    since: tuple[float, float] = (0.0, 0.0)
+
+
+# A context variable, as a library may fetch in an event loop or a thread pool of its own.
+_reading: Final[ContextVar[_Reading | None]] = ContextVar("reading", default=None)
+
+
 class Probe:
     """Runs over the units of a source in `order`, again and again: a single thread reads, transforms and packs, or
     several threads only read.
@@ -67,7 +81,6 @@ class Probe:
         self.failed: set[tuple[int, int]] = set()
         self.failure = ""
         self._lock = threading.Lock()
-        self._mine = threading.local()  # the run and stage of each thread, and the time when the stage began
 
     def run(self, seconds: float, reads: int = 1) -> Measurement:
         """Read for `seconds`, `reads` units at once.
@@ -85,19 +98,20 @@ class Probe:
             return stop.is_set() or tally.failures >= _FAILURES or tally.units >= self._num_units
 
         def work() -> None:
-            self._mine.tally = tally
+            reading = _Reading(tally)
+            _reading.set(reading)
             for unit in self._units:
                 if is_done():
                     return
-                self._mine.stage, self._mine.since = "read", _now()
+                reading.stage, reading.since = "read", _now()
                 try:
-                    self._read_unit(unit, reads == 1, is_done)
+                    self._read_unit(reading, unit, reads == 1, is_done)
                 except SourceUnavailableError as error:
                     self.failure = self.failure or str(error)
                     stop.wait(AGAIN_S)
                     continue
                 except (Exception, SystemExit) as error:  # noqa: BLE001  sources of users may raise anything
-                    self._skip(unit, -1, error)
+                    self._skip(reading, unit, -1, error)
                 with self._lock:
                     tally.units += 1
 
@@ -118,21 +132,21 @@ class Probe:
             _join(threads, LEAVE_S)
             metering.install(None)
 
-    def _read_unit(self, unit: int, packs: bool, is_done: Callable[[], bool]) -> None:
+    def _read_unit(self, reading: _Reading, unit: int, packs: bool, is_done: Callable[[], bool]) -> None:
         for index, item in enumerate(self._read(unit, np.random.default_rng(unit))):
-            self._lap("decode")
+            self._lap(reading, "decode")
             try:
                 if packs:
-                    self._pack(item)
+                    self._pack(reading, item)
             except (Exception, SystemExit) as error:  # noqa: BLE001  transforms may raise anything
-                self._skip(unit, index, error)
+                self._skip(reading, unit, index, error)
             else:
                 with self._lock:
-                    self._mine.tally.num_samples += len(item.keys) if isinstance(item, Rows) else 1
+                    reading.tally.num_samples += len(item.keys) if isinstance(item, Rows) else 1
             if is_done():
                 return
 
-    def _pack(self, item: Rows | tuple[str, Any]) -> None:
+    def _pack(self, reading: _Reading, item: Rows | tuple[str, Any]) -> None:
         """Transform and pack as a sampling process does."""
         if self.packer.size_bytes >= SHARD_BYTES:
             self.packer.clear()
@@ -142,43 +156,41 @@ class Probe:
             key, sample = item
             if self._transform is not None:
                 sample = self._transform(sample, np.random.default_rng)
-                self._lap("transform")
+                self._lap(reading, "transform")
             if sample is None:
                 return
             self.packer.add(key, to_record(sample), None)
-        self._lap("pack")
+        self._lap(reading, "pack")
 
-    def _skip(self, unit: int, index: int, error: BaseException) -> None:
+    def _skip(self, reading: _Reading, unit: int, index: int, error: BaseException) -> None:
         known = isinstance(error, CacheStreamError)
         reason = str(error) if known else redact_text(f"{type(error).__name__}: {error}")[:500]
         with self._lock:
             self.failure = self.failure or reason
             self.failed.add((unit, index))
-            self._mine.tally.failures += 1
+            reading.tally.failures += 1
 
     def _on_asking(self, _nbytes: int) -> None:
-        if hasattr(self._mine, "stage"):  # it is a thread of this probe
-            self._lap(self._mine.stage)
-            self._mine.stage = "read"
+        if (reading := _reading.get()) is not None:
+            self._lap(reading, reading.stage)
+            reading.stage = "read"
 
     def _on_fetched(self, nbytes: int) -> None:
-        if nbytes and hasattr(self._mine, "stage"):
-            self._lap("read")
-            self._mine.stage = "decode"
+        if nbytes and (reading := _reading.get()) is not None:
+            self._lap(reading, "read")
+            reading.stage = "decode"
             with self._lock:
-                self._mine.tally.fetched_bytes += nbytes
+                reading.tally.fetched_bytes += nbytes
 
-    def _lap(self, stage: str) -> None:
-        """Count the time since this thread's last lap for `stage`, and the processor time of the whole
-        process.
+    def _lap(self, reading: _Reading, stage: str) -> None:
+        """Count the time since the last lap for `stage`, and the processor time of the whole process.
 
         A driver has threads of its own, which work for the one that waits for them.
         """
-        before, self._mine.since = self._mine.since, _now()
-        tally = self._mine.tally
+        before, reading.since = reading.since, _now()
         with self._lock:
-            tally.wall_s[stage] += self._mine.since[0] - before[0]
-            tally.cpu_s[stage] += self._mine.since[1] - before[1]
+            reading.tally.wall_s[stage] += reading.since[0] - before[0]
+            reading.tally.cpu_s[stage] += reading.since[1] - before[1]
 
 
 def _join(threads: Iterable[threading.Thread], timeout_s: float) -> None:

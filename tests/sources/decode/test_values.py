@@ -17,7 +17,7 @@ from PIL import Image
 
 from cachestream.errors import SampleError
 from cachestream.sources.decode.values import decode_fields, decode_value
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 
 
 def encoded(image: Image.Image, format_: str = "PNG", **options: Any) -> bytes:
@@ -203,7 +203,7 @@ def test_the_arrays_of_an_npz_file_are_fields_of_their_own() -> None:
 
 
 def test_an_npz_file_that_declares_too_much_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "_limit_bytes", 1000)
+    monkeypatch.setattr(object_limit, "_cache_bytes", 1000)
     stream = io.BytesIO()
     np.savez_compressed(stream, zeros=np.zeros(10_000))
     with pytest.raises(SampleError, match=r"more than 1 kB in one object"):

@@ -24,7 +24,7 @@ from cachestream.sources.open import open_source
 from cachestream.sources.peers.litdata import LitDataSource
 from cachestream.sources.peers.litdata_formats import leaf_names, parse_nested
 from cachestream.testing.checks import check_source
-from cachestream.transport import bounds
+from cachestream.transport import object_limit
 from tests.sources.peers.samples import FOLDER, LITDATA_SAMPLES, edit_index, litdata_sample, picture
 from tests.sources.reading import read, read_all
 from tests.support.s3 import S3Server
@@ -383,7 +383,7 @@ def test_an_item_that_unpacks_to_far_too_much_is_a_problem_in_bounded_memory(
     bomb = zstandard.ZstdCompressor().compress(struct.pack("<III", 1, 12, 12 + nbytes) + bytes(nbytes))
     assert len(bomb) < 100_000
     (folder / "chunk-0-0.zstd.bin").write_bytes(bomb)
-    monkeypatch.setattr(bounds, "_limit_bytes", 8 << 20)
+    monkeypatch.setattr(object_limit, "_cache_bytes", 8 << 20)
     tracemalloc.start()
     with pytest.raises(SampleError, match=r"sample 0: .*more than 8\.39 MB in one object"):
         read(LitDataSource(folder), 0)

@@ -14,9 +14,9 @@ import pytest
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering
-from cachestream.transport.object import RemoteObject, fetch, open_stream
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
+from cachestream.transport.remote_object import RemoteObject, fetch, open_stream
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer
 
@@ -76,7 +76,7 @@ def files(monkeypatch: pytest.MonkeyPatch, short_waits: None) -> Callable[[], Re
 
 def open_files() -> Remote:
     remote = Remote("files://a.bin")
-    remote.pieces.nbytes = 1 << 20
+    remote.call_size.nbytes = 1 << 20
     return remote
 
 
@@ -87,7 +87,7 @@ def test_a_file_of_a_blocking_driver_is_resumed_where_it_broke(
     files: Callable[[], Remote], fetched: list[int]
 ) -> None:
     remote = files()
-    Files.breaks_at = 2 << 20
+    Files.breaks_at = 1 << 20
     assert fetch(remote, "a.bin") == DATA
     assert sum(fetched) == len(DATA)
     assert len(Files.opened) == 2
@@ -106,7 +106,7 @@ def test_a_file_that_was_replaced_before_it_is_resumed_is_read_anew(files: Calla
     metering.install(replace)
     try:
         assert fetch(remote, "a.bin") == other
-        Files.data, remote.pieces.nbytes = DATA, 1 << 20
+        Files.data, remote.call_size.nbytes = DATA, 1 << 20
         file = RemoteObject(remote, "a.bin", "there")
         with pytest.raises(ChangedError):
             file.read(0, len(DATA))

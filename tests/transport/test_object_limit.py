@@ -24,14 +24,16 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.files import FileSource
+from cachestream.sources.tar import TarSource
+from cachestream.transport import object_limit
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer
 from tests.worker.support import DEADLINE_S, ROOT, failures_of, only_once, sampling_pids, wait_until
 
-BOUND: Final = 20_000_000
+LIMIT_BYTES: Final = 20_000_000
 BOMB_BYTES: Final = 300_000_000
 PIECE_BYTES: Final = 10_000_000
-MOST_GROWTH: Final = 200_000_000  # several times the bound, and the libraries loaded meanwhile
+MOST_GROWTH: Final = 200_000_000  # several times the limit, and the libraries loaded meanwhile
 READ: Final = """
 import json, sys
 import numpy as np
@@ -55,7 +57,7 @@ except cs.SampleError as error:
 
 def read_elsewhere(what: str | list[str], **options: Any) -> tuple[str, int]:
     """Return the SampleError of reading the last unit, and the peak growth of the process that reads it."""
-    options = {"max_object_size": BOUND, **options}
+    options = {"max_object_size": LIMIT_BYTES, **options}
     done = subprocess.run(
         [sys.executable, "-c", READ, json.dumps([what, options])],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -123,7 +125,7 @@ FILES: Final[dict[str, tuple[str, Callable[[Path], None]]]] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_file_above_the_bound_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
+def test_a_file_above_the_limit_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
     name, make = FILES[kind]
     make(tmp_path / name)
     message, growth = read_elsewhere(str(tmp_path / name))
@@ -134,7 +136,7 @@ def test_a_file_above_the_bound_is_refused_in_little_memory(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["endless", "bomb"])
-def test_a_body_on_the_web_that_grows_above_the_bound_is_read_no_further(
+def test_a_body_on_the_web_that_grows_above_the_limit_is_read_no_further(
     unruly_server: UnrulyServer, kind: str
 ) -> None:
     message, growth = read_elsewhere([f"{unruly_server.url}/{kind}/a.bin"])
@@ -142,13 +144,13 @@ def test_a_body_on_the_web_that_grows_above_the_bound_is_read_no_further(
     assert growth < MOST_GROWTH
 
 
-def test_an_object_of_s3_above_the_bound_is_not_asked_for(s3_server: S3Server, s3_bucket: Path) -> None:
-    (s3_bucket / "a.bin").write_bytes(bytes(2 * BOUND))  # the server reads it whole for its ETag
+def test_an_object_of_s3_above_the_limit_is_not_asked_for(s3_server: S3Server, s3_bucket: Path) -> None:
+    (s3_bucket / "a.bin").write_bytes(bytes(2 * LIMIT_BYTES))  # the server reads it whole for its ETag
     message, _ = read_elsewhere(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
     assert "a.bin: more than 20 MB in one object" in message
 
 
-def test_a_file_of_a_driver_that_is_not_asynchronous_is_bounded(tmp_path: Path) -> None:
+def test_a_file_of_a_driver_that_is_not_asynchronous_is_limited(tmp_path: Path) -> None:
     with (
         zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
         archive.open("a.bin", "w") as file,
@@ -189,7 +191,7 @@ def _peak(pid: int) -> list[int]:
     return []
 
 
-def test_the_bound_is_an_option_of_all_sources_of_urls(tmp_path: Path) -> None:
+def test_the_limit_is_an_option_of_all_sources_of_urls(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 1000, encoding="utf-8")
     source = cs.open_source(str(tmp_path), max_object_size="0.5kB")
     with pytest.raises(SampleError, match="more than 500 B in one object"):
@@ -200,3 +202,23 @@ def test_the_bound_is_an_option_of_all_sources_of_urls(tmp_path: Path) -> None:
         cs.open_source(str(tmp_path), max_object_size="much")
     with pytest.raises(ConfigError, match="max_object_size"):
         cs.open_source([{"x": 1}], max_object_size="1GB")
+
+
+def test_sources_that_are_read_in_turns_keep_their_own_limits(tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("x" * 10, encoding="utf-8")
+    (tmp_path / "1.txt").write_text("x" * 5000, encoding="utf-8")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("0.txt", "1.txt"):
+            archive.add(tmp_path / name, name)
+    small, large = (
+        TarSource(str(tmp_path / "a.tar"), storage_options={"max_object_size": most}).read(
+            0, np.random.default_rng(0)
+        )
+        for most in (1000, 10_000)
+    )
+    assert next(small)[0] == next(large)[0] == "a.tar#0"
+    with pytest.raises(SampleError, match="more than 1 kB in one object"):
+        next(small)
+    assert next(large)[0] == "a.tar#1"
+    assert object_limit.limit_bytes() == object_limit.DEFAULT_BYTES, "the reader's own limit is another one"
+    large.close()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One remote file: whole, in parts, as a stream, or as a file object. A read is of one version of the file.
+"""One file of a remote: whole, in parts, or as a stream. A read is of one version of the file.
 
 | | |
 |-|-|
@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import itertools
-import os
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from cachestream.errors import SampleError
-from cachestream.transport import bounds, metering
-from cachestream.transport.backends import LocalFile, LocalStream, Span, Version, backend_of, fetch_local
+from cachestream.transport import metering, object_limit
+from cachestream.transport.backends import Span, Version, backend_of
 from cachestream.transport.download import PART_BYTES, RESUMES, Download
+from cachestream.transport.driver import PIECE_S, result_of, run_blocking
+from cachestream.transport.local_files import LocalFile, LocalStream, fetch_local
 from cachestream.transport.metering import PIECE_BYTES
-from cachestream.transport.remote import PIECE_S, Remote, result_of, run_blocking
-from cachestream.transport.remote_errors import backoff_delays, classify, judge, map_errors, redact
-from cachestream.transport.stream import Stream, join
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import (
+    backoff_delays,
+    classify,
+    classify_and_report,
+    map_errors,
+    redact,
+)
+from cachestream.transport.stream import Stream
 
 T = TypeVar("T")
 
@@ -39,9 +45,7 @@ GAP_BYTES: Final = 64 << 10  # about as many as arrive in the time that one more
 ENOUGH_S: Final = 0.1  # an incomplete piece is handed over after this time
 # The size of the first request beyond `likely_stop`; each next one asks for as much as came beyond it before.
 BEYOND_BYTES: Final = 32 << 10
-ATTEMPTS: Final = 4  # to look at a file
-BLOCK_BYTES: Final = 64 << 10  # fetched in one request, and kept
-MAX_BLOCKS: Final = 256
+ATTEMPTS: Final = 4  # of `patiently`
 
 
 class RemoteObject:
@@ -58,7 +62,7 @@ class RemoteObject:
         self._local = LocalFile(path, shown) if remote.is_local else None
 
     def check(self, now: Version) -> Version:
-        """Take over what `now` tells of the version. Raises ChangedError if it is another one."""
+        """Add what `now` tells to the version, and return it. Raises ChangedError if `now` is another one."""
         self.version = merged = self.version.merged(now)
         return merged
 
@@ -97,16 +101,20 @@ class RemoteObject:
 
     def head(self, nbytes: int) -> memoryview:
         """Return the first `nbytes`, or the whole file if it is shorter."""
-        if self._local is None and backend_of(self.remote).tells_version:
-            return run_blocking(self._read_part(0, nbytes))
-        return self.read(0, min(self.look().size_bytes, nbytes))
+        return self._read_slice(0, nbytes)
 
     def tail(self, nbytes: int) -> memoryview:
         """Return the last `nbytes`, or the whole file if it is shorter."""
+        return self._read_slice(-nbytes, None)[-nbytes:]
+
+    def _read_slice(self, start: int, stop: int | None) -> memoryview:
+        """Return the bytes from `start` (negative: from the end) to `stop` (None: the end), as far as they exist."""
         if self._local is None and backend_of(self.remote).tells_version:
-            return run_blocking(self._read_part(-nbytes, None))[-nbytes:]
-        size = self.look().size_bytes
-        return self.read(max(0, size - nbytes), size)
+            memory = _Memory(self.remote.most_bytes, stop)
+            run_blocking(self._fill_memory(memory, start, stop))
+            return memory.all()
+        first, last, _ = slice(start, stop).indices(self.look().size_bytes)
+        return self.read(first, last)
 
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
@@ -114,34 +122,41 @@ class RemoteObject:
         Several may be awaited on the caller's event loop, which each of them blocks until its own bytes come:
         all are requested at once. Not for local files.
         """
-        data = await self._read_part(start, stop, on_loop=True)
-        if (start, stop) == (0, None):
-            self.remote.saw_object(len(data))
-        return data
-
-    async def _read_part(self, start: int, stop: int | None, *, on_loop: bool = False) -> memoryview:
         memory = _Memory(self.remote.most_bytes, stop)
-        with closing(Download(self, start, memory.room, stop)) as download:
-            await _gather(download, memory, on_loop=on_loop)
+        await self._fill_memory(memory, start, stop, on_loop=True)
+        if (start, stop) == (0, None):
+            self.remote.saw_object(memory.num_bytes)
         return memory.all()
+
+    async def _fill_memory(
+        self, memory: _Memory, start: int, stop: int | None, *, on_loop: bool = False
+    ) -> bool:
+        """Read from `start` to `stop`; return whether the file ends there. Waits for an event loop only `on_loop`."""
+        with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
+            while not download.is_done:
+                if on_loop:  # after others had the chance to send their requests
+                    download.ask()
+                    await asyncio.sleep(0)
+                if not (piece := download.take()):
+                    break
+                memory.added(len(piece))
+            return download.is_at_end
 
     def read_all(self) -> memoryview:
         """Return all bytes, writable. Not for local files."""
         backend = backend_of(self.remote)
         stop = min(STREAM_BYTES, backend.request_bytes) if backend.takes_parts else None
         memory = _Memory(self.remote.most_bytes, None)
-        step_bytes, patience_s = backend.piece_bytes, _patience_s()
-        download = Download(self, 0, memory.room, stop, step_bytes=step_bytes, patience_s=patience_s)
-        with closing(download):
-            run_blocking(_gather(download, memory))
-        data = memory.all()
-        have = len(data)
-        if have == stop and not download.is_at_end:
-            data = memory.all_of(self.look().size_bytes)
-            self._read_parts([(have, len(data))], [data[have:]], have)
+        is_at_end = run_blocking(self._fill_memory(memory, 0, stop))
+        have = memory.num_bytes
+        if have == stop and not is_at_end:
+            size_bytes = self.look().size_bytes
+            rest = memory.room(have, size_bytes)
+            self._read_parts([(have, size_bytes)], [rest], have)
+            memory.num_bytes = size_bytes
             self.look_again()
-        self.remote.saw_object(len(data))
-        return data
+        self.remote.saw_object(memory.num_bytes)
+        return memory.all()
 
     # --- parts
 
@@ -220,57 +235,37 @@ class RemoteObject:
 
 
 class _Memory:
-    """The memory for the bytes of one read: a buffer once their number is known, until then pieces."""
+    """The memory for the `num_bytes` that one read brings. It doubles until the size of the file is known."""
 
     def __init__(self, most_bytes: int, stop: int | None) -> None:
         self._most_bytes, self._stop = most_bytes, stop
-        self._first = 0
-        self._buffer: memoryview | None = None
-        self._pieces: list[memoryview] = []
-        self._num_bytes = 0
+        self._first: int | None = None  # the offset of the first byte in the file
+        self._buffer = memoryview(b"")
+        self.num_bytes = 0
 
     def room(self, offset: int, size_bytes: int) -> memoryview:
         """Return the memory from `offset` on, of a file of this size (-1: unknown)."""
-        if self._buffer is None and size_bytes >= 0 and not self._pieces:
+        if self._first is None:
+            self._first = offset
+        need = self.num_bytes + PIECE_BYTES
+        if size_bytes >= 0:
             end = size_bytes if self._stop is None else min(self._stop, size_bytes)
-            bounds.check(max(0, end - offset), self._most_bytes)
-            self._first, self._buffer = offset, np.empty(max(0, end - offset), np.uint8).data
-        if self._buffer is None:
-            return np.empty(PIECE_BYTES, np.uint8).data
+            need = max(0, end - self._first)
+            object_limit.check(need, self._most_bytes)
+        if len(self._buffer) < need:
+            buffer = np.empty(need if size_bytes >= 0 else max(need, 2 * len(self._buffer)), np.uint8).data
+            buffer[: self.num_bytes] = self._buffer[: self.num_bytes]
+            self._buffer = buffer
         return self._buffer[offset - self._first :]
 
-    def add(self, piece: memoryview) -> None:
-        """Add `piece`, which came into the last room."""
-        self._num_bytes += len(piece)
-        if self._buffer is None:
-            bounds.check(self._num_bytes, self._most_bytes)
-            self._pieces.append(piece)
+    def added(self, nbytes: int) -> None:
+        """Count `nbytes`, which came into the last room. Raises TooLargeError above the limit."""
+        self.num_bytes += nbytes
+        object_limit.check(self.num_bytes, self._most_bytes)
 
     def all(self) -> memoryview:
         """Return the bytes that came, writable."""
-        if self._buffer is None:
-            return join(self._pieces, self._num_bytes)
-        return self._buffer[: self._num_bytes]
-
-    def all_of(self, size_bytes: int) -> memoryview:
-        """Return memory for a whole file of this size, which begins with the bytes that came."""
-        if self._buffer is None:
-            bounds.check(size_bytes, self._most_bytes)
-            buffer = np.empty(size_bytes, np.uint8).data
-            buffer[: self._num_bytes] = self.all()
-            self._buffer = buffer
-        return self._buffer
-
-
-async def _gather(download: Download, memory: _Memory, *, on_loop: bool = False) -> None:
-    """Read all of `download` into `memory`; `on_loop`, after others had the chance to send their requests."""
-    while not download.is_done:
-        if on_loop:
-            download.ask()
-            await asyncio.sleep(0)
-        if not (piece := download.take()):
-            break
-        memory.add(piece)
+        return self._buffer[: self.num_bytes]
 
 
 class _RemoteStream(Stream):
@@ -282,7 +277,8 @@ class _RemoteStream(Stream):
         self._file = file
         self._tells_version = backend.tells_version
         self._likely_stop = likely_stop if backend.driver.is_async else None
-        most = backend.piece_bytes
+        # A driver without streams makes a call for each piece.
+        most = PIECE_BYTES if backend.streams else PART_BYTES
 
         def room(offset: int, size_bytes: int) -> memoryview:
             left = most if size_bytes < 0 else size_bytes - offset
@@ -362,7 +358,7 @@ def patiently(look: Callable[[], T]) -> T:
         try:
             return look()
         except Exception as error:
-            if judge(error) != "unavailable":
+            if classify_and_report(error) != "unavailable":
                 raise
         metering.wait(next(delays))
     return look()
@@ -371,12 +367,11 @@ def patiently(look: Callable[[], T]) -> T:
 def fetch(remote: Remote, path: str) -> memoryview:
     """Return all bytes of `path`, writable, of one version; it is read anew if it was replaced meanwhile.
 
-    An object above the bound is not read further. Raises the driver's errors (see
+    An object above the limit is not read further. Raises the driver's errors (see
     `remote_errors.map_errors`).
     """
-    bounds.enter(remote.object_bytes)
     if remote.is_local:
-        return fetch_local(path)
+        return fetch_local(path, remote.most_bytes)
     for tries in itertools.count():
         try:
             return RemoteObject(remote, path, redact(path)).read_all()
@@ -392,13 +387,13 @@ def open_stream(
 ) -> Iterator[Stream]:
     """Open a stream of `path` from byte `start` on; `where` names the file in messages.
 
-    Bytes beyond `likely_stop` are not fetched ahead. Raises SampleError for a file that cannot be read, and
-    SourceUnavailableError for a remote that does not answer.
+    Bytes beyond `likely_stop` are not fetched ahead. The remote's limit for one object is applied while the
+    stream is open. Raises SampleError for a file that cannot be read, and SourceUnavailableError for a
+    remote that does not answer.
     """
-    bounds.enter(remote.object_bytes)
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         stream = RemoteObject(remote, path, where).stream(start, likely_stop)
-    with closing(stream):
+    with closing(stream), object_limit.applied(remote.max_object_bytes):
         yield stream
 
 
@@ -406,99 +401,3 @@ def size_of(remote: Remote, path: str, where: str) -> int:
     """Return the size of the file `path` in bytes. Raises the errors of `open_stream`."""
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         return RemoteObject(remote, path, where).look().size_bytes
-
-
-# --- file objects, for libraries that read those
-
-
-class _SeekableFile(io.RawIOBase):
-    """A read-only remote file with a position. Not thread-safe.
-
-    `error` is the exception that a read raised: libraries in C report only that a read failed.
-    """
-
-    def __init__(self, file: RemoteObject) -> None:
-        self._file = file
-        self._size_bytes = file.look().size_bytes
-        self._position = 0
-        self.error: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = (0, self._position, self._size_bytes)[whence]
-        self._position = base + offset
-        return self._position
-
-
-class BlockFile(_SeekableFile):
-    """A file whose last used blocks are kept; large reads bypass the blocks."""
-
-    def __init__(self, file: RemoteObject) -> None:
-        super().__init__(file)
-        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
-
-    def readinto(self, buffer: Any) -> int:
-        out = memoryview(buffer).cast("B")
-        start, stop = self._position, min(self._position + len(out), self._size_bytes)
-        if stop <= start:
-            return 0
-        try:
-            if stop - start > MAX_BLOCKS * BLOCK_BYTES // 4:
-                self._file.read_spans([(start, stop)], [out[: stop - start]])
-            else:
-                self._copy(start, stop, out)
-        except Exception as error:
-            self.error = error
-            raise
-        self._position = stop
-        return stop - start
-
-    def _copy(self, start: int, stop: int, out: memoryview) -> None:
-        numbers = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
-        missing = [number for number in numbers if number not in self._blocks]
-        spans = [
-            (number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._size_bytes)) for number in missing
-        ]
-        self._blocks.update(zip(missing, self._file.read_spans(spans), strict=True))
-        for number in numbers:
-            self._blocks.move_to_end(number)
-            first = number * BLOCK_BYTES
-            low, high = max(start, first), min(stop, first + BLOCK_BYTES)
-            out[low - start : high - start] = self._blocks[number][low - first : high - first]
-        while len(self._blocks) > MAX_BLOCKS:
-            self._blocks.popitem(last=False)
-
-
-class SpanFile(_SeekableFile):
-    """A file of which `spans` are fetched in the constructor, and other bytes when they are read.
-
-    A read inside a span returns a view of its memory, without a copy.
-    """
-
-    def __init__(self, file: RemoteObject, spans: Sequence[tuple[int, int]]) -> None:
-        super().__init__(file)
-        merged = [span for span, _ in merge_spans(spans)]
-        self._held = list(zip(merged, file.read_spans(merged), strict=True))
-
-    def read(self, size: int = -1) -> memoryview:
-        start = self._position
-        stop = self._size_bytes if size < 0 else min(start + size, self._size_bytes)
-        if stop <= start:
-            return memoryview(b"")
-        self._position = stop
-        for (first, last), data in self._held:
-            if first <= start and stop <= last:
-                return data[start - first : stop - first]
-        try:
-            return self._file.read(start, stop)
-        except Exception as error:
-            self.error = error
-            raise

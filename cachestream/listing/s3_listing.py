@@ -1,18 +1,21 @@
-"""Listings of S3 page by page, so that samples can be read before the listing is complete."""
+"""The listing of a folder or wildcard on S3, page by page: samples can be read before it is complete."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from fsspec import get_filesystem_class
 from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceError
+from cachestream.listing.names import Page
 from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, parent_of, visible
-from cachestream.transport.remote import Remote, run
+from cachestream.transport.driver import result_of
+from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 PAGE_NAMES: Final = 1000  # as many as S3 gives
@@ -23,15 +26,8 @@ class UnorderedError(SourceError):
     """The store lists files in no order: the names after a given one cannot be requested."""
 
 
-class Page(NamedTuple):
-    """Names below the root, in order, after those of the previous page; `is_last` ends the listing."""
-
-    names: list[str]
-    is_last: bool
-
-
 @dataclass(frozen=True, slots=True)
-class Pages:
+class S3Listing:
     """The files of a folder or of a wildcard on S3, a page at a time, from any name on.
 
     All paths begin with `root` ("bucket/folder/"); `prefix` and `delimiter` are those of the requests.
@@ -48,8 +44,8 @@ class Pages:
     folder_pattern: str = ""
 
     @classmethod
-    def of(cls, remote: Remote, path: str, recursive: bool) -> Pages:
-        """Return the pages of the folder or wildcard `path` ("bucket/folder"); a wildcard finds all it says."""
+    def of(cls, remote: Remote, path: str, recursive: bool) -> S3Listing:
+        """Return the listing of the folder or wildcard `path` ("bucket/folder"). `recursive` is for folders alone."""
         magic = MAGIC.search(path)
         if magic is None:
             root = path.rstrip("/") + "/"
@@ -60,7 +56,7 @@ class Pages:
         prefix = path[: magic.start()]
         return cls(remote, parent_of(prefix), prefix, delimiter, glob_translate(path), recursive, below)
 
-    def usual_first(self) -> int:
+    def num_first_names(self) -> int:
         """Return the number of names to list before the first sample. With 1, a single page is listed."""
         return 1
 
@@ -69,7 +65,6 @@ class Pages:
 
         Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
-        keep = self.name_filter()
         bucket, _, key = self.prefix.partition("/")
         start = (self.root + last).partition("/")[2] if last else ""
         for answer in self.answers(key, self.delimiter, start, page_names):
@@ -80,7 +75,8 @@ class Pages:
                     "give first_names=None to list all before"
                 )
             start = keys[-1] if keys else start
-            yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
+            names = [path[len(self.root) :] for path in self.matching([f"{bucket}/{one}" for one in keys])]
+            yield Page(names, not answer.get("IsTruncated"))
 
     def paths(self) -> list[str]:
         """Return the paths of all objects below the prefix, as the store orders them."""
@@ -130,7 +126,7 @@ class Pages:
         while True:
             with map_errors(self._shown, secrets=self.remote.secrets):
                 asking = filesystem._call_s3("list_objects_v2", **options)
-                answer = run(filesystem.loop, asking, PAGE_TIMEOUT_S)
+                answer = result_of(asyncio.run_coroutine_threadsafe(asking, filesystem.loop), PAGE_TIMEOUT_S)
             yield answer
             if not answer.get("IsTruncated"):
                 return
@@ -142,28 +138,25 @@ class Pages:
         first = next(self.answers(key, "", "", 1))
         return any(entry["Key"] == key for entry in first.get("Contents", ()))
 
-    def name_filter(self) -> Callable[[list[str]], list[str]]:
-        """Return a function that selects the paths that match, and makes them names below the root."""
-        cut = len(self.root)
-        fits = re.compile(self.pattern).match if self.pattern else None
-
-        def keep(paths: list[str]) -> list[str]:
-            if fits is None:
-                return [path[cut:] for path in visible(self.root, paths, self.recursive)]
-            return [path[cut:] for path in paths if fits(path) and not path.endswith("/")]
-
-        return keep
+    def matching(self, paths: list[str]) -> list[str]:
+        """Return the paths of files that match the wildcard, or that are not hidden in the folder."""
+        if not self.pattern:
+            return visible(self.root, paths, self.recursive)
+        fits = re.compile(self.pattern).match
+        return [path for path in paths if fits(path) and not path.endswith("/")]
 
 
-def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:
-    """Return the pages of `urls` if these are one folder or wildcard on S3; None: list them at once."""
+def open_s3_listing(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | None:
+    """Return the listing of `urls` if these are one folder or wildcard on S3; None: list them at once."""
     if len(urls) != 1 or not remote.is_s3 or expand_braces(urls[0]) != [urls[0]]:
         return None
     path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
     if remote.has_versions or not path or MAGIC.search(path.partition("/")[0]):
         return None
     is_wild = MAGIC.search(path) is not None
-    if not is_wild and extension_of(path) and not urls[0].endswith("/"):
+    if not is_wild and extension_of(urls[0]):
         return None  # most likely a file
-    pages = Pages.of(remote, path, recursive)
-    return None if is_wild and pages.holds(path) else pages  # an object whose name contains wildcard signs
+    listing = S3Listing.of(remote, path, recursive)
+    return (
+        None if is_wild and listing.holds(path) else listing
+    )  # an object whose name contains wildcard signs

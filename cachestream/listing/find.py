@@ -1,0 +1,122 @@
+"""The files that URLs stand for, found all at once: folders, wildcards, ranges, and single files."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+
+from fsspec.utils import get_protocol
+
+from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.patterns import (
+    MAGIC,
+    WEB_MAGIC,
+    common_root,
+    expand_braces,
+    extension_of,
+    local_path,
+    parent_of,
+    visible,
+)
+from cachestream.listing.s3_listing import S3Listing
+from cachestream.listing.walk import LocalFolders, in_order
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import map_errors, redact
+
+
+def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> tuple[str, list[str]]:
+    """Return the root of the files that `urls` (of one protocol) name, and their paths, sorted and unique.
+
+    The root ends in "/", or is "". Hidden files in folders are left out.
+
+    Raises SourceError for files and folders that are missing, empty or forbidden, SourceUnavailableError for
+    a remote that does not answer, ConfigError for URLs of several protocols.
+    """
+    for url in urls:
+        if get_protocol(url) != remote.protocol:
+            raise ConfigError(
+                f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
+            )
+    # The name of a local file may contain braces.
+    expanded = [
+        (url, [url] if remote.is_local and os.path.exists(local_path(url)) else expand_braces(url))
+        for url in urls
+    ]
+    find = _find_local if remote.is_local else _RemoteFinder(remote).find
+    roots: set[str] = set()
+    paths: list[str] = []
+    for url, alternatives in expanded:
+        known = len(paths)
+        for one in alternatives:
+            with map_errors(redact(one), secrets=remote.secrets):
+                root, found = find(one, recursive, bool(roots))
+            roots.add(root)
+            paths.extend(found)
+        if len(paths) == known:
+            raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
+    return common_root(roots), sorted(set(paths))
+
+
+def _find_local(url: str, recursive: bool, _trusted: bool) -> tuple[str, list[str]]:
+    """Return the root and the files of one URL."""
+    path = local_path(url)
+    if os.path.isdir(path):
+        root = path.rstrip("/") + "/"
+        folders = LocalFolders(root)
+        runs = (names for names, _ in in_order(folders)) if recursive else [folders("").files]
+        return root, [root + name for names in runs for name in names]
+    if os.path.exists(path):
+        return parent_of(path), [path]
+    magic = MAGIC.search(path)
+    if magic is None:
+        raise SourceError(f"{path}: no such file or folder; check the path")
+    return parent_of(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+
+
+class _RemoteFinder:
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._filesystem, self._first_path = remote.open_for_listing()
+        self._magic = WEB_MAGIC if remote.is_web else MAGIC
+
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """Return the root and the files of one URL; a `trusted` URL of a file is not looked up."""
+        path = self._first_path if "::" in url else str(self._filesystem._strip_protocol(url))
+        bare = path.partition("?")[0]
+        if self._remote.is_web and not self._magic.search(bare):
+            # The file is not looked up, as a signed URL may allow GET alone.
+            return self._folder(path, recursive) if path.endswith("/") else (parent_of(bare), [path])
+        if self._remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
+            raise SourceError("an S3 URL names one bucket: s3://bucket/…")
+        magic = self._magic.search(path)
+        if magic is not None:
+            found = self._matching(path)
+            return parent_of(path if found == [path] else path[: magic.start()]), found
+        if trusted and extension_of(path):
+            return parent_of(path), [path]
+        if url.endswith("/") or not path:
+            return self._folder(path, recursive)
+        if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
+            return below
+        info = self._filesystem.info(path)
+        return self._folder(path, recursive) if info["type"] == "directory" else (parent_of(path), [path])
+
+    def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
+        if self._remote.is_s3:  # the `find` of s3fs would keep a record of 2 kB for each file
+            listing = S3Listing.of(self._remote, path, recursive)
+            return listing.root, listing.matching(listing.paths())
+        root = path.rstrip("/") + "/" if path.strip("/") else ""
+        found = self._filesystem.find(path, maxdepth=None if recursive else 1)
+        return root, visible(root, found, recursive)
+
+    def _matching(self, pattern: str) -> list[str]:
+        """Return the files that match; only the file with the name `pattern` if there is one."""
+        if self._remote.is_s3:
+            listing = S3Listing.of(self._remote, pattern, recursive=True)
+            found = listing.paths()
+            return [pattern] if pattern in found else listing.matching(found)
+        if self._filesystem.isfile(pattern):
+            return [pattern]
+        entries = self._filesystem.glob(pattern, detail=True)
+        return [path for path, info in entries.items() if info["type"] != "directory"]
