@@ -28,6 +28,7 @@ from cachestream.errors import SampleError, SourceError
 from cachestream.sources.decode import compression
 from cachestream.sources.tar import TarSource
 from cachestream.sources.tar_format import BLOCK
+from cachestream.transport import object_limit
 from tests.sources.tars import add, make, numbered, read_all, read_unit, tar_bytes
 
 FILES: Final = numbered(8, 700)
