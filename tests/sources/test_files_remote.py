@@ -15,7 +15,7 @@ import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.files import FileSource
-from cachestream.transport import download, metering, remote, remote_object
+from cachestream.transport import download, driver, metering, remote, remote_object
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -206,7 +206,7 @@ def test_options_of_the_user_win_over_ours(s3_server: S3Server, bucket: Path) ->
     source = FileSource(f"s3://{bucket.name}", storage_options=options)
     read_one(source)
     config = source._remote.driver().filesystem._s3.meta.config
-    assert (config.read_timeout, config.connect_timeout) == (3, remote.CONNECT_S)
+    assert (config.read_timeout, config.connect_timeout) == (3, driver.CONNECT_S)
     assert options["config_kwargs"] == {"read_timeout": 3}
 
 

@@ -232,7 +232,7 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
         return batch
 
     with EpochLoader(new_cache(2, 8), 4, batch_transform=transform) as loader:
-        batches = iter(loader)
+        batches: Any = iter(loader)
         with ThreadPoolExecutor(1) as threads:
             first = threads.submit(next, batches)
             assert transforming.wait(60)

@@ -18,7 +18,7 @@ from cachestream import Cache, NotEnoughSamplesError, Worker
 from cachestream.listing.names import file_names, read_mark
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import Board
-from cachestream.worker.lister import Listings
+from cachestream.worker.listings import Listings
 from cachestream.worker.order import PassPlan
 from tests.worker.sources import content
 

@@ -19,7 +19,7 @@ from cachestream.storage.filling import Assignment
 from cachestream.storage.reservations import Owner
 from cachestream.worker.cached_units import Coverage, KnownOrders, merge_spans
 from cachestream.worker.job import Payload
-from cachestream.worker.lister import Listings
+from cachestream.worker.listings import Listings
 from cachestream.worker.order import END, PassPlan, UnitOrder, gaps, is_covered, is_whole
 from cachestream.worker.passes import next_claim
 from tests.storage.support import content, publish

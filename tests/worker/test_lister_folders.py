@@ -13,7 +13,8 @@ from cachestream import Cache
 from cachestream.sources.files import FileSource
 from cachestream.worker.job import share
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.lister import Lister, Listings
+from cachestream.worker.lister import Lister
+from cachestream.worker.listings import Listings
 from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server
 from tests.worker.support import (
     DEADLINE_S,

@@ -23,7 +23,8 @@ from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.tools.refetching import refetch
 from cachestream.worker.job import share
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.lister import Lister, Listings
+from cachestream.worker.lister import Lister
+from cachestream.worker.listings import Listings
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
 from tests.worker.support import (

@@ -41,7 +41,7 @@ class Process:
         job = Job(
             root=cache.path, sys_path=(), fingerprint="test", kind="sequential", seed=0, num_units=UNITS, listing="",
             num_workers=1, concurrency=1, shard_bytes=10**6, bandwidth_bytes_per_s=None, when_full=when_full,
-            hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=b"",
+            hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=None,
         )  # fmt: skip
         self.publisher = BackgroundPublisher(job, cache, self.slot, owner=name, stop=self.stop)
         assignment = next_claim(cache.filling, name, 1)

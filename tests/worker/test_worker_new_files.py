@@ -13,7 +13,7 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.listing.names import Names
-from cachestream.worker.lister import Listings
+from cachestream.worker.listings import Listings
 from tests.worker.support import DEADLINE_S, only_once
 
 pa: Any = pytest.importorskip("pyarrow")

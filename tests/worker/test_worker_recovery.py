@@ -113,7 +113,12 @@ def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
     with cs.start_worker(cache, source, num_workers=1) as worker:
         assert worker.wait(DEADLINE_S)
         cache.evict(to=0)
-        wait_until(lambda: worker._progress() == ("filling", 2), "the second pass")
+
+        def has_second_pass() -> bool:
+            state = cache.filling.state()
+            return state.phase == "filling" and state.last_pass is not None and state.last_pass.id == 2
+
+        wait_until(has_second_pass, "the second pass")
         waits = threading.Thread(target=worker.wait, args=(DEADLINE_S,))
         waits.start()
         wait_until(lambda: cache.num_samples > 20, "samples of the second pass")
@@ -244,7 +249,7 @@ def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that
     monkeypatch.setattr(health, "_FIRST_PAUSE_S", 0.05)
     worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
     killed = 0
-    while worker._progress()[0] != "failed":
+    while cache.filling.state().phase != "failed":
         if cache.has_worker() and (pid := supervisor_pid(cache)) and is_running(pid):
             os.kill(pid, signal.SIGKILL)
             killed += 1
