@@ -80,6 +80,30 @@ Container = Literal["dict", "tuple", "bare"]
 KEY_FIELD: Final = "__key__"
 
 
+STORAGE: Final[dict[str, tuple[str, np.dtype[Any]]]] = {
+    "bool": ("BOOL", np.dtype("?")),
+    "uint8": ("U8", np.dtype("<u1")),
+    "int8": ("I8", np.dtype("<i1")),
+    "int16": ("I16", np.dtype("<i2")),
+    "uint16": ("U16", np.dtype("<u2")),
+    "float16": ("F16", np.dtype("<f2")),
+    "bfloat16": ("BF16", np.dtype("<u2")),
+    "int32": ("I32", np.dtype("<i4")),
+    "uint32": ("U32", np.dtype("<u4")),
+    "float32": ("F32", np.dtype("<f4")),
+    "int64": ("I64", np.dtype("<i8")),
+    "uint64": ("U64", np.dtype("<u8")),
+    "float64": ("F64", np.dtype("<f8")),
+    "complex64": ("C64", np.dtype("<c8")),
+    "complex128": ("F64", np.dtype("<f8")),  # safetensors has no C128: a trailing axis of 2
+}
+
+
+def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
+    """The safetensors dtype and the numpy dtype that a field of torch dtype `dtype` is stored as."""
+    return STORAGE[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """A field of a sample.

@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, SampleError, SourceError
-from cachestream.sources.npy import LOCAL_GAP_BYTES, ArrayLayout, read_window
+from cachestream.sources.decode.values import ArrayLayout
+from cachestream.sources.npy import LOCAL_GAP_BYTES, read_window
 from cachestream.sources.user_code import CallLock
 from cachestream.transport import metering
 from cachestream.transport.file_objects import BlockFile

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError
+from cachestream.sources.decode.values import ArrayLayout, parse_header
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_object import GAP_BYTES, RemoteObject, patiently
 
 HEAD_BYTES: Final = 4096
-MAX_HEADER_BYTES: Final = 1 << 16
 LOCAL_GAP_BYTES: Final = 32 << 10  # copying these takes about as long as one more read call
 MAX_BAND_BYTES: Final = 16 << 20
 BATCH_BYTES: Final = 32 << 20  # of bands with gaps, in memory at a time
-_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayLayout:
-    """The layout of an array in a file: its elements begin at byte `offset`, in C or Fortran order."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    fortran_order: bool
 
 
 class NpyArray:
@@ -69,36 +55,6 @@ class NpyArray:
         if have < want:
             raise SampleError(f"{self.shown}: truncated: {have} of {want} bytes of the array are there")
         return found
-
-
-def parse_header(head: memoryview) -> ArrayLayout | int:
-    """Return the layout in a `.npy` header, or the size of the header in bytes if `head` is shorter.
-
-    Reads versions 1 to 3 of numpy.lib.format. Raises ValueError for anything else.
-    """
-    if len(head) < 12 or bytes(head[:6]) != np.lib.format.MAGIC_PREFIX:
-        raise ValueError("does not begin as a .npy file")
-    wide = head[6] >= 2
-    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", head, 8)
-    first = 12 if wide else 10
-    if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"a .npy header of {header_bytes} bytes")
-    if first + header_bytes > len(head):
-        return int(first + header_bytes)
-    shape, fortran_order, dtype = _parse_fields(bytes(head[first : first + header_bytes]))
-    return ArrayLayout(first + header_bytes, shape, dtype, fortran_order)
-
-
-@lru_cache(maxsize=256)  # files of one data set mostly share one header, and parsing it is slow
-def _parse_fields(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, order (True for Fortran) and dtype."""
-    fields = ast.literal_eval(header.decode("latin1"))
-    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
-        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
-    shape = fields["shape"]
-    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-        raise ValueError(f"the .npy header holds shape {shape!r}")
-    return shape, bool(fields["fortran_order"]), _to_dtype(fields["descr"])
 
 
 # --- windows -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import xxhash
 
 from cachestream.errors import CacheError, CorruptShardError
 from cachestream.linux import FileMap
-from cachestream.schema import KEY_FIELD, Field, Schema
+from cachestream.schema import KEY_FIELD, STORAGE, Field, Schema
 from cachestream.storage.os_errors import disk_error
 
 FORMAT_VERSION: Final = 1
@@ -37,31 +37,9 @@ _BLANK_HASH: Final = "0" * 16
 _HEADER_HASH: Final = '"header_xxh3":"%s"'
 
 # torch dtype → (safetensors dtype, numpy dtype of what is stored)
-_STORAGE: Final[dict[str, tuple[str, np.dtype[Any]]]] = {
-    "bool": ("BOOL", np.dtype("?")),
-    "uint8": ("U8", np.dtype("<u1")),
-    "int8": ("I8", np.dtype("<i1")),
-    "int16": ("I16", np.dtype("<i2")),
-    "uint16": ("U16", np.dtype("<u2")),
-    "float16": ("F16", np.dtype("<f2")),
-    "bfloat16": ("BF16", np.dtype("<u2")),
-    "int32": ("I32", np.dtype("<i4")),
-    "uint32": ("U32", np.dtype("<u4")),
-    "float32": ("F32", np.dtype("<f4")),
-    "int64": ("I64", np.dtype("<i8")),
-    "uint64": ("U64", np.dtype("<u8")),
-    "float64": ("F64", np.dtype("<f8")),
-    "complex64": ("C64", np.dtype("<c8")),
-    "complex128": ("F64", np.dtype("<f8")),  # safetensors has no C128: a trailing axis of 2
-}
-_NUMPY: Final = {name: dtype for key, (name, dtype) in _STORAGE.items() if key != "bfloat16"} | {
+_NUMPY: Final = {name: dtype for key, (name, dtype) in STORAGE.items() if key != "bfloat16"} | {
     "BF16": np.dtype("<u2")
 }
-
-
-def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
-    """The safetensors dtype and the numpy dtype that a field of torch dtype `dtype` is stored as."""
-    return _STORAGE[dtype]
 
 
 def shard_path(root: str, shard_id: int) -> str:
@@ -319,7 +297,7 @@ def _expected_columns(
     """Each column's dtype and shape; () for a flat column of any length."""
     offsets = np.dtype("<i8")
     for field in (*schema.fields, Field(KEY_FIELD, "str", "uint8", 1, None)):
-        dtype = _STORAGE[field.dtype][1]
+        dtype = STORAGE[field.dtype][1]
         if field.shape is not None:
             trailing = (2,) if field.dtype == "complex128" else ()
             yield field.name, (dtype, (num_samples, *field.shape, *trailing))

@@ -11,15 +11,20 @@ import sqlite3
 from functools import cache
 from typing import TYPE_CHECKING, Final, get_args
 
-from cachestream.schema import Container, FieldKind, Schema
-from cachestream.storage.eviction import ORDERS
-from cachestream.storage.shard import storage_of
+from cachestream.schema import Container, FieldKind, Schema, storage_of
 
 if TYPE_CHECKING:
     from cachestream.storage.tables import Tables
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
 SCHEMA_VERSION: Final = 1
+# The order in which a policy evicts shards, in SQL. The id breaks ties: older shards are evicted first.
+ORDERS: Final = {
+    "lru": "last_used, id",
+    "fifo": "id",
+    "least-fresh": "uses DESC, last_used, id",
+    "none": "id",  # for listings: it evicts nothing
+}
 
 STATEMENTS: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",

@@ -14,9 +14,8 @@ import numpy as np
 
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span
-from cachestream.storage.eviction import ORDERS
 from cachestream.storage.progress import ProgressTables, Statements
-from cachestream.storage.sql_schema import SPLIT_STATEMENTS
+from cachestream.storage.sql_schema import ORDERS, SPLIT_STATEMENTS
 
 _SHARD_COLUMNS: Final = "id, size_bytes, num_samples, uses, last_used"  # the fields of ShardRow
 _MAX_REASONS: Final = 200

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError
-from cachestream.schema import Container, Field, FieldKind, Schema
+from cachestream.schema import Container, Field, FieldKind, Schema, storage_of
 from cachestream.sources.base import Rows
-from cachestream.storage.shard import storage_of
 
 BytesLike = bytes | npt.NDArray[np.uint8]
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
-from cachestream.schema import KEY_FIELD, Field, Schema
-from cachestream.storage.shard import ColumnData, ShardContent, storage_of
+from cachestream.schema import KEY_FIELD, Field, Schema, storage_of
+from cachestream.storage.shard import ColumnData, ShardContent
 from cachestream.worker.encode import SMALL_BYTES, BytesLike, EncodedSample, Table, item_bytes, stored_shape
 
 Part = tuple[str, EncodedSample] | Table  # a sample with its key, or samples in columns

@@ -35,8 +35,7 @@ from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import ListingBehindError, next_claim
 from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 from cachestream.worker.publisher import BEAT_S, StartAgainError
-from cachestream.worker.sample_encoder import QuarantinedError, SampleEncoder
-from cachestream.worker.shard_writer import ShardWriter
+from cachestream.worker.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
 from cachestream.worker.unit_reader import UnitReader
 from cachestream.worker.units import Unit, UnitRead
 

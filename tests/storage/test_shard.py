@@ -19,7 +19,8 @@ import torch
 import xxhash
 
 from cachestream.errors import CacheError, CorruptShardError
-from cachestream.storage.shard import MappedShard, ShardContent, encode_header, shard_path, storage_of
+from cachestream.schema import storage_of
+from cachestream.storage.shard import MappedShard, ShardContent, encode_header, shard_path
 from cachestream.worker.encode import to_record
 from cachestream.worker.packer import Packer
 from tests.storage.support import content, fork

@@ -19,7 +19,7 @@ from cachestream import Cache, EpochLoader, NotEnoughSamplesError
 from cachestream.cli.display import one_line
 from cachestream.errors import SourceUnavailableError
 from cachestream.storage.status import is_much
-from cachestream.training import min_samples
+from cachestream.training import prepare
 from tests.support.caches import add_shard, numbered, numbers, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 from tests.worker.support import wait_until
@@ -136,7 +136,7 @@ def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> N
 @pytest.fixture
 def early_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warn a trainer after a second why there are no samples yet."""
-    monkeypatch.setattr(min_samples, "_WARN_AFTER_S", 1.0)
+    monkeypatch.setattr(prepare, "_WARN_AFTER_S", 1.0)
 
 
 def warned_of(cache: Cache, caplog: pytest.LogCaptureFixture, words: str) -> bool:
@@ -257,7 +257,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
             add_shard(cache, numbered(0, 8))
 
     listener = Listener()
-    monkeypatch.setattr(min_samples, "_WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(prepare, "_WARN_AFTER_S", 0.0)
     logging.getLogger("cachestream").addHandler(listener)
     try:
         with EpochLoader(cache, 4) as loader:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.training.ordered_threads import OrderedThreads
+from cachestream.training.batch_producer import OrderedThreads
 
 
 @given(st.integers(1, 4), st.integers(0, 40), st.integers(0, 60))

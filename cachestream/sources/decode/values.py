@@ -6,13 +6,16 @@ malformed data raise SampleError with the path and the reason.
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
 import re
+import struct
 import zipfile
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -21,9 +24,10 @@ import numpy.typing as npt
 from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
-from cachestream.sources.npy import parse_header
 from cachestream.transport import object_limit
 
+MAX_HEADER_BYTES: Final = 1 << 16  # of a .npy file
+_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
 _Data = TypeVar("_Data", bound=Buffer)
 # Object addresses are removed from reasons, so that equal reasons are counted together.
@@ -31,6 +35,46 @@ _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
 
 # --- arrays ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """The layout of an array in a file: its elements begin at byte `offset`, in C or Fortran order."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran_order: bool
+
+
+def parse_header(head: memoryview) -> ArrayLayout | int:
+    """Return the layout in a `.npy` header, or the size of the header in bytes if `head` is shorter.
+
+    Reads versions 1 to 3 of numpy.lib.format. Raises ValueError for anything else.
+    """
+    if len(head) < 12 or bytes(head[:6]) != np.lib.format.MAGIC_PREFIX:
+        raise ValueError("does not begin as a .npy file")
+    wide = head[6] >= 2
+    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", head, 8)
+    first = 12 if wide else 10
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"a .npy header of {header_bytes} bytes")
+    if first + header_bytes > len(head):
+        return int(first + header_bytes)
+    shape, fortran_order, dtype = _parse_fields(bytes(head[first : first + header_bytes]))
+    return ArrayLayout(first + header_bytes, shape, dtype, fortran_order)
+
+
+@lru_cache(maxsize=256)  # files of one data set mostly share one header, and parsing it is slow
+def _parse_fields(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order (True for Fortran) and dtype."""
+    fields = ast.literal_eval(header.decode("latin1"))
+    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
+        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
+    shape = fields["shape"]
+    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+        raise ValueError(f"the .npy header holds shape {shape!r}")
+    return shape, bool(fields["fortran_order"]), _to_dtype(fields["descr"])
 
 
 def decode_npy(data: Buffer) -> npt.NDArray[Any]:
