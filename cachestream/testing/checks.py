@@ -28,7 +28,7 @@ from cachestream.testing.observing import (
     threads,
 )
 from cachestream.testing.reading import CheckedSource, Samples, expect, is_text, rng_of
-from cachestream.worker.encode import to_record, to_table
+from cachestream.worker.sampling.encode import to_record, to_table
 from cachestream.worker.worker import start_worker
 
 _THREADS: Final = 8

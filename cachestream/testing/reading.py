@@ -11,7 +11,7 @@ import numpy as np
 from cachestream.errors import CacheStreamError, SampleError
 from cachestream.sources.base import Source
 from cachestream.testing.observing import is_source
-from cachestream.worker.encode import EncodedSample, to_record
+from cachestream.worker.sampling.encode import EncodedSample, to_record
 
 Samples = list[tuple[str, EncodedSample]]
 

@@ -40,12 +40,12 @@ from cachestream.storage.shard import Content, Contents, ShardContent, content_h
 from cachestream.storage.snapshots import sample_counts
 from cachestream.training.manifests import load_manifest
 from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.cached_units import Coverage
-from cachestream.worker.encode import to_record
 from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
-from cachestream.worker.packer import Packer
-from cachestream.worker.unit_reader import sample_generator, unit_generator
+from cachestream.worker.sampling.cached_units import Coverage
+from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.packer import Packer
+from cachestream.worker.sampling.unit_reader import sample_generator, unit_generator
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -34,7 +34,11 @@ _PAUSE_S: Final = 0.005
 _ORPHANED_CHECKS: Final = 400
 _STOPPED_S: Final = 3.0  # when a suspended job continues, its supervisor may be the first
 # The modules that the processes need; the module of the source is known when there is a job.
-_PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.worker.lister", "cachestream.sources.files")
+_PRELOADED: Final = (
+    "cachestream.worker.sampling.sampler",
+    "cachestream.worker.lister",
+    "cachestream.sources.files",
+)
 
 
 class ForkedProcess:

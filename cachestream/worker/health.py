@@ -196,7 +196,7 @@ class SamplingProcess:
     def __init__(self, job: Job, server: ForkServer, job_fd: int, index: int, board: Board) -> None:
         self.index = index
         name = f"process {index}"
-        self.process = ChildProcess("cachestream.worker.sampler", name, server, job.sys_path, job_fd)
+        self.process = ChildProcess("cachestream.worker.sampling.sampler", name, server, job.sys_path, job_fd)
         self._board, self._slot = board, board.slot(index)
         self._committed_before = 0
         self._hung: list[int] | None = None

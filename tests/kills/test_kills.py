@@ -43,7 +43,7 @@ LAST_LIMIT: Final = 60 * MB
 ROLES: Final = {"sampling process": 5, "fork server": 1, "supervisor": 3, "trainer": 2}
 NAMES: Final = {b"cs-sampler": "sampling process", b"cs-forkserver": "fork server"}
 COMMANDS: Final = {
-    b"cachestream.worker.sampler": "sampling process",
+    b"cachestream.worker.sampling.sampler": "sampling process",
     b"cachestream.worker.supervisor": "supervisor",
     b"tests.kills.trainer": "trainer",
 }

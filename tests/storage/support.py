@@ -23,8 +23,8 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import MappedShard, ShardContent, shard_path
-from cachestream.worker.encode import to_record
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.packer import Packer
 
 __all__ = [
     "NOBODY",

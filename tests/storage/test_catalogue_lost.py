@@ -264,7 +264,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
 
     with monkeypatch.context() as patch:
         patch.setattr(publish_module, "move", clear)
-        with pytest.raises(CacheError, match="another process has cleared what was reserved for shard 5"):
+        with pytest.raises(CacheError, match="another process has released the reservation of shard 5"):
             publish(filled, content(12), owner=owner.name)
     assert shard_ids(filled) == [1, 2, 3, 4]
     assert_sound(filled)

@@ -21,8 +21,8 @@ import xxhash
 from cachestream.errors import CacheError, CorruptShardError
 from cachestream.schema import storage_of
 from cachestream.storage.shard import MappedShard, ShardContent, encode_header, shard_path
-from cachestream.worker.encode import to_record
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.packer import Packer
 from tests.storage.support import content, fork
 
 DTYPES = [

@@ -12,8 +12,8 @@ import numpy as np
 from cachestream import Cache
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.worker.encode import to_record
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.packer import Packer
 
 __all__ = ["add_shard", "fill", "numbered", "numbers", "set_fill_state", "skip_samples"]
 

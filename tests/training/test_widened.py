@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from cachestream import Cache, EpochLoader
 from cachestream.training.batches import memory
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.worker.encode import to_record
+from cachestream.worker.sampling.encode import to_record
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 

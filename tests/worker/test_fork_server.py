@@ -201,7 +201,7 @@ def test_a_fork_server_has_the_driver_of_the_source_and_the_supervisor_has_not(
 def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_source_does_not_bring() -> (
     None
 ):
-    modules = "cachestream.worker.supervisor, cachestream.worker.sampler"
+    modules = "cachestream.worker.supervisor, cachestream.worker.sampling.sampler"
     code = f"import sys, {modules}; print({{'fsspec', 'torch'}} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180

@@ -20,7 +20,7 @@ from cachestream.worker.health import (
     suspects_of,
     was_suspended,
 )
-from cachestream.worker.sampler import QUARANTINE_AT
+from cachestream.worker.sampling.sampler import QUARANTINE_AT
 
 SEGFAULT = Death(0.0, -signal.SIGSEGV, suspects=3)
 KILL = Death(0.0, -signal.SIGKILL, suspects=3)

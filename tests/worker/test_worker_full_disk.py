@@ -19,7 +19,7 @@ from cachestream.cli.display import one_line
 from cachestream.storage import snapshots
 from cachestream.storage.telemetry import ROW, Board
 from cachestream.worker.job import Job, Packed
-from cachestream.worker.unit_reader import UnitReader
+from cachestream.worker.sampling.unit_reader import UnitReader
 from tests.support.caches import add_shard, numbered
 from tests.worker.sources import Numbers
 from tests.worker.support import (

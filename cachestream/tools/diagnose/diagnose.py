@@ -32,7 +32,7 @@ from cachestream.tools.diagnose.probe import SHARD_BYTES, Probe, Transform
 from cachestream.tools.diagnose.stages import Measurement, Stages, Throughput, judge
 from cachestream.training.batches.transfer import has_cuda
 from cachestream.transport.remote_errors import redact_text
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.packer import Packer
 
 _UNITS_AT_MOST: Final = 100_000
 _READS: Final = 16  # units that a sampling process reads at once

@@ -24,8 +24,8 @@ from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.tools.diagnose.stages import Measurement
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import redact_text
-from cachestream.worker.encode import to_record, to_table
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record, to_table
+from cachestream.worker.sampling.packer import Packer
 
 STAGES: Final = ("read", "decode", "transform", "pack")
 SHARD_BYTES: Final = 64_000_000  # a full shard of a worker

@@ -17,11 +17,11 @@ from cachestream.sources.base import stored_names
 from cachestream.sources.files import FileSource
 from cachestream.storage.filling import Assignment
 from cachestream.storage.reservations import Owner
-from cachestream.worker.cached_units import Coverage, KnownOrders, merge_spans
 from cachestream.worker.job import Payload
 from cachestream.worker.listings import Listings
 from cachestream.worker.order import END, PassPlan, UnitOrder, gaps, is_covered, is_whole
 from cachestream.worker.passes import next_claim
+from cachestream.worker.sampling.cached_units import Coverage, KnownOrders, merge_spans
 from tests.storage.support import content, publish
 
 UNITS = 6

@@ -21,8 +21,8 @@ from cachestream.errors import SchemaMismatchError
 from cachestream.schema import Field, Schema
 from cachestream.sources.base import Rows
 from cachestream.tools.refetching import refetch
-from cachestream.worker.encode import to_record
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.packer import Packer
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, failures_of, only_once, wait_until
 

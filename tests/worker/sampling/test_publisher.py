@@ -17,13 +17,18 @@ from cachestream.errors import SampleError
 from cachestream.schema import Span
 from cachestream.storage.reservations import Owner
 from cachestream.storage.telemetry import Board
-from cachestream.worker.encode import to_record
 from cachestream.worker.job import Job, Packed
 from cachestream.worker.order import END, PassPlan, gaps, is_covered
-from cachestream.worker.packer import Packer
 from cachestream.worker.passes import next_claim
-from cachestream.worker.publisher import BackgroundPublisher, OpenShard, PendingProgress, StartAgainError
-from cachestream.worker.shard_writer import FIRST_BYTES, max_age_s, target_bytes
+from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.packer import Packer
+from cachestream.worker.sampling.publisher import (
+    BackgroundPublisher,
+    OpenShard,
+    PendingProgress,
+    StartAgainError,
+)
+from cachestream.worker.sampling.shard_writer import FIRST_BYTES, max_age_s, target_bytes
 from tests.worker.support import keys_of, wait_until
 
 LIMIT_BYTES = 3_000_000

@@ -13,8 +13,8 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.sources.base import Rows
-from cachestream.worker.encode import to_record, to_table
-from cachestream.worker.packer import ALIKE, ALIKE_S, MIXED, MIXED_S, FirstSamples, majority
+from cachestream.worker.sampling.encode import to_record, to_table
+from cachestream.worker.sampling.packer import ALIKE, ALIKE_S, MIXED, MIXED_S, FirstSamples, majority
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, failures_of, only_once
 

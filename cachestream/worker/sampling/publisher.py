@@ -23,10 +23,10 @@ from cachestream.storage.shard import ShardContent
 from cachestream.storage.tables import FailureRow
 from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text
-from cachestream.worker.encode import Table
 from cachestream.worker.job import Job
 from cachestream.worker.order import END
-from cachestream.worker.packer import Packer, Part, encode_key
+from cachestream.worker.sampling.encode import Table
+from cachestream.worker.sampling.packer import Packer, Part, encode_key
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.worker.fetcher import REST_TURNS, Concurrency
+from cachestream.worker.sampling.fetcher import REST_TURNS, Concurrency
 
 
 @given(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.worker.encode import SampleChunk
-from cachestream.worker.fetcher import Fetcher
 from cachestream.worker.order import END
-from cachestream.worker.units import Stall, Unit, UnitRead, UnitState
+from cachestream.worker.sampling.encode import SampleChunk
+from cachestream.worker.sampling.fetcher import Fetcher
+from cachestream.worker.sampling.units import Stall, Unit, UnitRead, UnitState
 from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0

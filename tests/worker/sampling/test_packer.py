@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cachestream.errors import SchemaMismatchError
 from cachestream.sources.base import Rows
 from cachestream.storage.shard import MappedShard, encode_header
-from cachestream.worker.encode import to_record, to_table
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record, to_table
+from cachestream.worker.sampling.packer import Packer
 
 
 def write(packer: Packer, path: Path) -> MappedShard:

@@ -18,7 +18,14 @@ import numpy.typing as npt
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import KEY_FIELD, Field, Schema, storage_of
 from cachestream.storage.shard import ColumnData, ShardContent
-from cachestream.worker.encode import SMALL_BYTES, BytesLike, EncodedSample, Table, item_bytes, stored_shape
+from cachestream.worker.sampling.encode import (
+    SMALL_BYTES,
+    BytesLike,
+    EncodedSample,
+    Table,
+    item_bytes,
+    stored_shape,
+)
 
 Part = tuple[str, EncodedSample] | Table  # a sample with its key, or samples in columns
 _Stored = TypeVar("_Stored", EncodedSample, Table)

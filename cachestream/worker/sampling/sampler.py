@@ -27,17 +27,17 @@ from cachestream.storage.progress import Suspect
 from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.reservations import Owner
 from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, Board, Slot, board_text
-from cachestream.worker.cached_units import KnownOrders
-from cachestream.worker.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.job import Job, Payload, load_shared, unpack
 from cachestream.worker.listings import Listings, keep_names
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import ListingBehindError, next_claim
 from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
-from cachestream.worker.publisher import BEAT_S, StartAgainError
-from cachestream.worker.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
-from cachestream.worker.unit_reader import UnitReader
-from cachestream.worker.units import Unit, UnitRead
+from cachestream.worker.sampling.cached_units import KnownOrders
+from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
+from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
+from cachestream.worker.sampling.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
+from cachestream.worker.sampling.unit_reader import UnitReader
+from cachestream.worker.sampling.units import Unit, UnitRead
 
 BUFFER_BYTES: Final = 64 * 2**20
 QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from cachestream.worker.encode import SampleChunk
 from cachestream.worker.order import Offsets, is_covered, is_whole
+from cachestream.worker.sampling.encode import SampleChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.worker import encode
-from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, group_into_chunks, runs
+from cachestream.worker.sampling import encode
+from cachestream.worker.sampling.encode import Item, SampleChunk, approximate_bytes, group_into_chunks, runs
 
 
 def item(offset: int, nbytes: int = 1) -> Item:

@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 from cachestream.errors import SampleError, SchemaMismatchError
 from cachestream.sources.base import Rows
 from cachestream.storage.shard import encode_header
-from cachestream.worker.encode import to_record, to_table
-from cachestream.worker.packer import Packer
+from cachestream.worker.sampling.encode import to_record, to_table
+from cachestream.worker.sampling.packer import Packer
 
 DTYPES = [
     "bool", "uint8", "int8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64",

@@ -23,11 +23,17 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import metering
 from cachestream.transport.metering import Throttle
-from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, group_into_chunks, to_table
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_if_forked
-from cachestream.worker.units import Stall, Unit, UnitRead
+from cachestream.worker.sampling.encode import (
+    Item,
+    SampleChunk,
+    approximate_bytes,
+    group_into_chunks,
+    to_table,
+)
+from cachestream.worker.sampling.units import Stall, Unit, UnitRead
 
 _UNIT_KEY: Final = 3
 _SAMPLE_KEY: Final = 5

@@ -16,14 +16,22 @@ from cachestream.storage.progress import PassRow
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import object_limit
-from cachestream.worker.encode import SampleChunk, Table, runs, to_record
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan, gaps, is_covered
-from cachestream.worker.packer import FirstSamples, Packer, Part, decode_key, encode_key, keys_of, majority
 from cachestream.worker.processes import end_if_forked
-from cachestream.worker.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
-from cachestream.worker.unit_reader import sample_generator
-from cachestream.worker.units import Unit, UnitRead
+from cachestream.worker.sampling.encode import SampleChunk, Table, runs, to_record
+from cachestream.worker.sampling.packer import (
+    FirstSamples,
+    Packer,
+    Part,
+    decode_key,
+    encode_key,
+    keys_of,
+    majority,
+)
+from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
+from cachestream.worker.sampling.unit_reader import sample_generator
+from cachestream.worker.sampling.units import Unit, UnitRead
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
