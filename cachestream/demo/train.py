@@ -1,4 +1,4 @@
-"""Program of each rank of the demo: `torchrun --nproc-per-node 2 -m cachestream.demo.train FOLDER SIZE BANDWIDTH`.
+"""Program of each rank of the demo: `torchrun … -m cachestream.demo.train FOLDER SIZE BANDWIDTH`.
 
 All ranks run the same code; cachestream starts one worker for them, and they agree on every epoch. The first
 rank reports each epoch as a line of JSON on stdout, and a rank that fails its reason.

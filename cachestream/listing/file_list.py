@@ -129,7 +129,7 @@ class FileList:
     def _first_pages(
         self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
     ) -> Listing | None:
-        """Return the first names, or all if these are few; None without names, and where there are no pages."""
+        """Return the first names, or all if these are few; None without names, or without pages."""
         rest = (open_s3_listing if self.remote.is_s3 else open_walk)(self.remote, patterns, recursive)
         if rest is None:
             return None
@@ -204,7 +204,7 @@ class FileList:
             self._listing = replace(self._listing, names=names.names(), rest=None)
 
     def folders_ahead(self, parent: str) -> set[str]:
-        """Return the folders in `parent` ("a/", or "" for the root) that an open list has yet to list or end."""
+        """Return the folders in `parent` ("a/"; the root: "") that an open list has yet to list or end."""
         last, rest = self.names[-1], self._listing.rest
         beside = [] if rest is None else rest.folders_in(parent)
         return {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}

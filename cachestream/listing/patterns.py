@@ -1,4 +1,4 @@
-"""Patterns of URLs and paths: `{000..127}` ranges, wildcards, roots, and kinds of files by their endings. No I/O."""
+"""Patterns of URLs and paths: `{000..127}` ranges, wildcards, roots, kinds of files by endings. No I/O."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class S3Listing:
 
     @classmethod
     def of(cls, remote: Remote, path: str, recursive: bool) -> S3Listing:
-        """Return the listing of the folder or wildcard `path` ("bucket/folder"). `recursive` is for folders alone."""
+        """Return the listing of the folder or wildcard `path` ("bucket/folder"); `recursive`: for folders."""
         magic = MAGIC.search(path)
         if magic is None:
             root = path.rstrip("/") + "/"

@@ -108,7 +108,7 @@ class LinesSource(SampleFiles):
         return max(1, -(-size_bytes // RANGE_BYTES))
 
     def _column_types(self) -> dict[str, type]:
-        """Return the types of the columns, judged by the first rows. Raises ConfigError for malformed ones."""
+        """Return the columns' types, judged by the first rows. Raises ConfigError for malformed rows."""
         where = self._files.where(0)
         with self._open(0) as stream:
             rows = csv.reader(self._texts(decompressed(stream)), delimiter=self._delimiter(0))

@@ -102,7 +102,7 @@ class SampleFiles:
         return len(self._units)
 
     def _locate(self, unit: int) -> tuple[int, int]:
-        """Return the file of `unit`, and the number of the unit in it. Raises SourceError if there is none."""
+        """Return the file of `unit`, and the unit's number in it. Raises SourceError if there is none."""
         check_unit(self, unit, self.num_units)
         index, part = self._units.locate(unit)
         return int(index), int(part)
@@ -188,7 +188,7 @@ class CutFiles(SampleFiles):
         return first, last
 
     def _check_size(self, index: int, stream: Stream) -> None:
-        """Raise SourceUnavailableError, so that the part is read again, if a file was replaced since it was cut."""
+        """Raise SourceUnavailableError, so that the part is read again, if a file was replaced meanwhile."""
         if stream.size_bytes not in (None, self._sizes[index]):
             del self._sizes[index]
             where = self._files.where(index)

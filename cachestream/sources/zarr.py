@@ -97,7 +97,7 @@ def _loop() -> _Loop:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> tuple[T, int]:
-    """Run `coroutine` in this thread; in another one where an event loop runs in this one, as in a notebook."""
+    """Run `coroutine` in this thread; in another one if this one runs an event loop, as in a notebook."""
     if asyncio._get_running_loop() is None:
         return _loop().run(coroutine)
     with ThreadPoolExecutor(1) as pool:

@@ -72,7 +72,7 @@ def join_lease(path: str, timeout_s: float = 5.0) -> Lease:
 
 @dataclass(frozen=True, slots=True)
 class LeasedShards:
-    """The leases that live processes hold: path → disjoint ascending ranges `[n, 2]` of ids (first, last)."""
+    """The leases of live processes: path → disjoint ascending ranges `[n, 2]` of ids (first, last)."""
 
     ranges: Mapping[str, IntArray]
 

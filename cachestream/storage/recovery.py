@@ -1,4 +1,4 @@
-"""Opening, rebuilding, verification and repair: the catalogue is compared with the shards, which describe themselves."""
+"""Opening, rebuilding, verification and repair: the catalogue is compared with the self-describing shards."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The preparation of segments: the wait for samples at cold start, then a snapshot that all ranks agree on, its
-maps, its order and its plan.
+"""The preparation of segments: the wait for samples at cold start, then a snapshot that all ranks agree on,
+its maps, its order and its plan.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def applied(source_bytes: int) -> Iterator[None]:
 
 
 def limit_bytes(source_bytes: int | None = None) -> int:
-    """Return the limit for the objects of a source with this `max_object_size` (None: the one that is applied)."""
+    """Return the limit for objects of a source with this `max_object_size` (None: the applied one)."""
     return min(_source_bytes.get() if source_bytes is None else source_bytes, _cache_bytes)
 
 

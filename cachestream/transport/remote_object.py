@@ -108,7 +108,7 @@ class RemoteObject:
         return self._read_slice(-nbytes, None)[-nbytes:]
 
     def _read_slice(self, start: int, stop: int | None) -> memoryview:
-        """Return the bytes from `start` (negative: from the end) to `stop` (None: the end), as far as they exist."""
+        """Return the bytes that exist from `start` (negative: from the end) to `stop` (None: the end)."""
         if self._local is None and backend_of(self.remote).tells_version:
             memory = _Memory(self.remote.most_bytes, stop)
             run_blocking(self._fill_memory(memory, start, stop))

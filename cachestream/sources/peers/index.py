@@ -180,7 +180,7 @@ class FieldChoice:
     def readers(
         self, names: Sequence[str], formats: Sequence[str], reader_of: Callable[[str, str], Reader]
     ) -> tuple[Reader | None, ...]:
-        """Return the decoder of each field: the user's, or `reader_of(name, format)`; None to leave it out."""
+        """Return each field's decoder: the user's, or `reader_of(name, format)`; None to leave it out."""
         return tuple(
             None
             if self.columns is not None and name not in self.columns

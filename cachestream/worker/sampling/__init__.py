@@ -1,1 +1,1 @@
-"""A sampling process: it fetches units, decodes and transforms their samples, and publishes them as shards."""
+"""A sampling process: it fetches units, transforms their samples, and publishes them as shards."""

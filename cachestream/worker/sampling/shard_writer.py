@@ -1,4 +1,4 @@
-"""The samples of units, transformed and encoded, in the open shard, which is published when it is full or old."""
+"""The samples of units, transformed and encoded into the open shard; it is published when full or old."""
 
 from __future__ import annotations
 
