@@ -17,9 +17,9 @@ from cachestream.listing.patterns import ARROW_ENDINGS
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch
 from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.decode.table_columns import ColumnOptions, table_rows
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import FileUnits, SampleFiles
-from cachestream.sources.table_columns import ColumnOptions, table_rows
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.stream import Stream, StreamFile
 

@@ -22,9 +22,9 @@ from cachestream.schema import IntArray
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch, Columns, load_arrow
 from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.decode.table_columns import ColumnOptions, same_columns, table_rows
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import FileUnits, SampleFiles, parts_for_diversity
-from cachestream.sources.table_columns import ColumnOptions, same_columns, table_rows
 from cachestream.transport import object_limit
 from cachestream.transport.file_objects import SpanFile
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors

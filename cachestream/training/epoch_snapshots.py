@@ -102,6 +102,7 @@ class EpochSnapshots:
         self._standing = StandingSnapshots(cache, split=options.split)
         self._last: tuple[Snapshot, Lease] | None = None
         self._warned = False  # that the last snapshot is used again
+        self._schema: Schema | None = None
 
     def take(
         self,
@@ -130,7 +131,22 @@ class EpochSnapshots:
                 for _, error in _open(taken, until_s, cancelled):
                     raise error
             undo.pop_all()
+        self._warn_of_floats(taken.snapshot.schema)
         return taken
+
+    def _warn_of_floats(self, schema: Schema) -> None:
+        """Warn of fields that hold floats from now on, and held integers in the last snapshot."""
+        before, self._schema = self._schema, schema
+        if before is None or before.names != schema.names:
+            return
+        pairs = zip(before.fields, schema.fields, strict=True)
+        if changed := [field.name for old, field in pairs if old.is_read_as(field)]:
+            logger.warning(
+                "%s: the integers of %s are floats from the next epoch on, because a sample holds a float there; "
+                "if that is a mistake, clear the cache and give int(…) in transform=",
+                self._cache.path,
+                " and ".join(map(repr, changed)),
+            )
 
     def finish(self) -> None:
         """Release the last snapshot, and write the counts of its uses."""

@@ -43,7 +43,9 @@ def epoch(loader: EpochLoader) -> tuple[set[torch.dtype], list[float]]:
     return {each.dtype for each in scores}, sorted(torch.cat(scores).tolist())
 
 
-def test_an_epoch_keeps_its_integers_and_the_next_one_has_floats(cache: Cache) -> None:
+def test_an_epoch_keeps_its_integers_and_the_next_one_has_floats_and_says_so(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
     with EpochLoader(cache, 2, prefetch=1) as loader:
         batches = iter(loader)
         first = next(batches)["score"]
@@ -51,6 +53,8 @@ def test_an_epoch_keeps_its_integers_and_the_next_one_has_floats(cache: Cache) -
         assert {batch["score"].dtype for batch in (*batches, {"score": first})} == {torch.int64}
         assert epoch(loader)[1] in (INTEGERS, sorted(INTEGERS + FLOATS))  # it may have been made before
         assert epoch(loader) == ({torch.float64}, sorted(INTEGERS + FLOATS))
+        epoch(loader)
+    assert caplog.text.count("the integers of 'score' are floats from the next epoch on") == 1
     assert str(cache.schema) == "{n: int64[], score: float64[]}"
     assert cache.verify().ok
 

@@ -29,7 +29,7 @@ from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
 
 if TYPE_CHECKING:
-    from cachestream.sources.table_columns import ColumnOptions
+    from cachestream.sources.decode.table_columns import ColumnOptions
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 

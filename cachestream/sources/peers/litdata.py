@@ -19,6 +19,7 @@ from cachestream.sources.base import Problems
 from cachestream.sources.decode.arrow import Columns, load_arrow
 from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.decode.table_columns import ColumnOptions, usable_rows
 from cachestream.sources.fields import check_columns
 from cachestream.sources.peers.index import (
     FieldChoice,
@@ -33,7 +34,6 @@ from cachestream.sources.peers.index import (
     read_table,
 )
 from cachestream.sources.peers.litdata_formats import Container, leaf_names, leaf_reader
-from cachestream.sources.table_columns import ColumnOptions, usable_rows
 from cachestream.sources.user_code import guard_user_code
 from cachestream.transport.stream import Stream
 
