@@ -169,7 +169,10 @@ class Supervisor:
                 logger.warning("%s; rebuilding it", error)
                 self._cache.rebuild()
         except CacheLockedError:
-            logger.exception("the catalogue is locked")  # by a process that was stopped, and may continue
+            # By a process that was stopped. If it is one of ours, the next tick replaces it: this process has
+            # waited for the lock, and was not suspended.
+            self._ticked_s = time.monotonic()
+            logger.exception("the catalogue is locked")
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
             if now_s - self._full_logged_s > _LOG_AGAIN_S:
                 self._full_logged_s = now_s

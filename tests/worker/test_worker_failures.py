@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sqlite3
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,23 @@ def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) 
         assert worker.status().worker is not None
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
+
+
+@pytest.mark.slow  # the supervisor waits for the lock
+def test_a_process_that_is_stopped_while_the_catalogue_is_locked_is_replaced(cache: Cache) -> None:
+    """As by itself: the supervisor took its wait for the lock for a suspension of all processes."""
+    source = Numbers(300, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:
+        cache.wait(1, DEADLINE_S)
+        (pid,) = sampling_pids(cache)
+        with closing(
+            sqlite3.connect(cache.catalogue.path, timeout=DEADLINE_S, isolation_level=None)
+        ) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            os.kill(pid, signal.SIGSTOP)
+            wait_until(lambda: not is_running(pid), "the stopped process was ended")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
 
 
 def test_a_remote_that_refuses_everything_ends_the_worker_with_one_clear_error(
