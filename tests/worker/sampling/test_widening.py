@@ -144,7 +144,7 @@ def test_floats_that_come_after_2000_lines_of_integers_are_trained_on(
 
 def trained(cache: Cache) -> list[float]:
     """The sorted scores of an epoch, which are floats."""
-    with cs.EpochLoader(cache, 64, drop_last=False) as loader:
+    with cs.EpochLoader(cache, 32, drop_last=False) as loader:
         batches = [batch["score"] for batch in loader]
     assert {str(batch.dtype) for batch in batches} == {"torch.float64"}
     return sorted(score for batch in batches for score in batch.tolist())
