@@ -133,7 +133,10 @@ if not TYPE_CHECKING:  # a type checker that saw this would accept any name
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'cachestream' has no attribute '{name}'")
-        value = getattr(import_module(f"cachestream.{_HOMES.get(name, 'errors')}"), name)
+        from cachestream.config import collection_paused
+
+        with collection_paused():
+            value = getattr(import_module(f"cachestream.{_HOMES.get(name, 'errors')}"), name)
         globals()[name] = value
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from cachestream.config import (
     PEER_ANSWERS,
     PEER_KEYWORDS,
     check_count,
+    collection_paused,
     format_size,
     keywords_of,
     parse_size,
@@ -238,3 +240,17 @@ def test_a_function_gets_a_generator_where_its_signature_asks_for_one(
 
     assert with_generator(function)("value", make) == gets
     assert len(made) == ("draws" in gets if isinstance(gets, tuple) else 0)  # and it is not made for others
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_of_the_garbage_collector_leaves_it_as_it_was(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with collection_paused():
+            with collection_paused():
+                pass
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

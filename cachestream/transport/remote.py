@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
-from cachestream.config import check_mapping, parse_size
+from cachestream.config import check_mapping, collection_paused, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import metering, object_limit
 from cachestream.transport.driver import CONNECT_S, FIRST_BYTE_S, STALL_S, Caller, CallSize, Driver
@@ -140,6 +140,7 @@ class Remote:
         """True if paths name a version of an object."""
         return bool(self._options.get("version_aware"))
 
+    @collection_paused()
     def _check_driver(self) -> None:
         """Raise ConfigError for an unknown scheme, or one whose driver is not installed."""
         where = redact(self._url)
@@ -158,6 +159,7 @@ class Remote:
                 f"{where}: the driver of '{self.protocol}://' is not installed: {how}"
             ) from None
 
+    @collection_paused()
     def _open(self, attempts: int) -> tuple[Any, str]:
         """Open a new filesystem; return it and the path of this Remote's URL in it."""
         options: dict[str, Any] = dict(self._options)

@@ -246,11 +246,12 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     detach_from_terminal()  # this also closes the pipes of the supervisor to its caller
+    gc.disable()  # what is loaded stays
     for module in _PRELOADED:
         importlib.import_module(module)
     _load(protocols)
-    gc.collect()
     gc.freeze()  # a garbage collection would write to shared memory, and so copy it
+    gc.enable()
     while True:
         data, fds, _, _ = socket.recv_fds(supervisor, _MESSAGE_BYTES, 3)
         if not data:

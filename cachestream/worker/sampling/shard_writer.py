@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
 FIRST_BYTES: Final = 256 * 1024
-FIRST_AGE_S: Final = 0.1
+FIRST_AGE_S: Final = 0.05
 USUAL_AGE_S: Final = 2.0
 LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: in a large cache fresh samples matter less
