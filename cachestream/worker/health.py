@@ -19,8 +19,7 @@ from cachestream.config import NO_THREADS
 from cachestream.linux import is_stopped
 from cachestream.storage.progress import Suspect
 from cachestream.storage.telemetry import ENDED, STARTING, Board
-from cachestream.worker.child_process import ChildProcess
-from cachestream.worker.fork_server import ForkServer
+from cachestream.worker.child_process import ChildProcess, ForkServer
 from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from cachestream.sources.base import as_incremental
 from cachestream.storage.cache import Cache
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.child_process import ChildProcess
-from cachestream.worker.fork_server import ForkServer
+from cachestream.worker.child_process import ChildProcess, ForkServer
 from cachestream.worker.health import LATER_PAUSE_S, START_DEADLINE_S, GiveUpError
 from cachestream.worker.job import Job, load_shared, unpack
 from cachestream.worker.listings import Listings, open_store, store_rest
@@ -55,7 +54,7 @@ class Lister:
         """Complete the current listing."""
         self._listings.drop_next()
         if not self._listings.is_complete:
-            self._start(is_next=False)
+            self._is_next, self.process.start_at_s = False, time.monotonic()
 
     def look_for_changes(self) -> None:
         """List all again beside the current listing; sets `has_changed` at the end."""

@@ -97,7 +97,7 @@ def end_if_forked(pid: int) -> None:
         os._exit(1)
 
 
-def reap_orphans(others: Collection[int]) -> None:
+def reap_orphans(others: Collection[int | None]) -> None:
     """Reap adopted processes that have ended, as no other code does.
 
     Children in `others` are reaped elsewhere. Children in our own session are not adopted: each process that

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType
@@ -25,14 +25,14 @@ from typing import Final
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import move, name_process, open_private
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import RESTS
+from cachestream.storage.filling import RESTS, WAITS
 from cachestream.storage.layout import remove_if_there
 from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
-from cachestream.storage.telemetry import Board, History
+from cachestream.storage.status import describe_skipped, shortage_of_disk
+from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.fill_record import FillRecord
-from cachestream.worker.fork_server import ForkServer
+from cachestream.worker.child_process import ForkServer
 from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErrors, was_suspended
 from cachestream.worker.job import Job, share, unpack
 from cachestream.worker.lister import Lister
@@ -56,6 +56,7 @@ _END_CHECKS: Final = 40
 _LOG_AGAIN_S: Final = 60.0
 _LOG_BYTES: Final = 64 * 1024
 _LOCK_TIMEOUT_S: Final = 1.0
+_FULL_AFTER_S: Final = 3.0  # by then all processes that wait for space have tried again
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -90,7 +91,7 @@ class Supervisor:
         self._stop.set()
 
     def start(self, *, is_complete: bool) -> None:
-        """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
+        """Let processes start at the first tick; if the pass `is_complete`, look for changes of the remote."""
         self._look_for_changes = is_complete and self._job.growing
         self._record.write_looking(self._look_for_changes)
         self._record.write("filling")
@@ -99,7 +100,7 @@ class Supervisor:
         if self._job.growing:
             self._lister.begin()
         self._samplers.begin(now_s)
-        self._samplers.start_due(now_s)
+        self._housekeeping_at_s = now_s + _HOUSEKEEPING_S  # first the processes
 
     def run(self) -> int:
         """Watch until asked to stop, until no process needs the worker any more, or until it fails."""
@@ -211,13 +212,7 @@ class Supervisor:
     def _reap_orphans(self) -> None:
         """End the processes that dead ones leave behind, and reap orphans; no other code does."""
         self._server.ended.end_members()
-        self._server.listen()
-        if self._server.give_up_if_stopped(time.monotonic()):
-            logger.warning("the fork server was stopped; processes are started without it")
-        pids = [one.pid for one in (*self._samplers.processes, self._lister.process) if one.running]
-        known = [pid for pid in pids if pid is not None]
-        if len(known) == len(pids):  # else an orphan might be a child whose id is not known yet
-            reap_orphans(known)
+        reap_orphans([one.pid for one in (*self._samplers.processes, self._lister.process)])
 
     def _next_pass(self, now_s: float) -> None:
         """Begin another pass, or rest. All processes have ended, as nothing was left to claim."""
@@ -278,6 +273,83 @@ class Supervisor:
             self._housekeep(time.monotonic())
         except CacheFullError:
             logger.exception("the clean-up is left to the next process that opens the cache")
+
+
+class FillRecord:
+    """The state of the filling and its reason, recorded in the catalogue when they change."""
+
+    def __init__(self, job: Job, cache: Cache, board: Board) -> None:
+        self._job, self._cache, self._board = job, cache, board
+        self.state = self.message = ""
+        self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
+        self._waited_at_bytes = -1
+        self._room_expected_s = -math.inf
+        self._catalogue_id: str | None = None
+
+    def write(self, state: str, message: str = "", output: str = "") -> None:
+        """Record the state, its reason, and the last output of a process that has failed."""
+        written_bytes = self._board.totals().written_bytes
+        # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
+        waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
+        if (state, message) == (self.state, self.message) and not waits_anew:
+            return
+        if message == WAITS:
+            self._waited_at_bytes = written_bytes
+        catalogue_id = self._cache.filling.record(state, message, output)
+        self._catalogue_id = self._catalogue_id or catalogue_id
+        self.state, self.message = state, message
+
+    def write_looking(self, is_looking: bool) -> None:
+        """Record whether the remote is still searched for changes, so that another pass may follow."""
+        if is_looking != self._is_looking:
+            self._cache.filling.record_looking(is_looking)
+            self._is_looking = is_looking
+
+    def write_complete(self) -> None:
+        """Record that the pass is complete, and for which reasons the cache lacks samples of the remote.
+
+        A transform that drops some samples does so on purpose, one that drops all hardly does.
+        """
+        state = self._cache.filling.state()
+        dropped = self._board.totals().dropped
+        all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
+        reasons = describe_skipped(state.failures), all_dropped if dropped and not state.num_samples else ""
+        self.write("complete", "; ".join(filter(None, reasons)))
+
+    def write_filling(self, running: Collection[int], now_s: float) -> None:
+        """Record that the `running` processes fill the cache, or that all of them wait for space."""
+        states = self._board.states()
+        found = {states[index] for index in running}
+        if not found or found - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
+            self.write("filling")
+        elif STATE_NAMES[WRITING] not in found:  # such a process may be about to find that there is no space
+            self._write_full(now_s)
+
+    def _write_full(self, now_s: float) -> None:
+        evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
+        state = self._cache.filling.state()
+        # Files outside the cache take the space, and may be removed at any time.
+        is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
+        has_room = state.phase != self.state  # the process that made room recorded another state
+        is_used = evicts and self._cache.reservations.leases.count() > 0
+        if is_short or has_room or is_used:
+            self._room_expected_s = now_s
+        if now_s - self._room_expected_s > _FULL_AFTER_S:
+            self.write("full", RESTS if evicts else "")
+        else:
+            self.write("filling", WAITS if is_used and not is_short else "")
+
+    def write_anew(self, catalogue_id: str | None) -> bool:
+        """Record the state again if the catalogue was rebuilt from the shards; False if it was not."""
+        if catalogue_id == self._catalogue_id:
+            return False
+        logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+        self._catalogue_id = catalogue_id
+        is_looking, self._is_looking = bool(self._is_looking), None
+        self.write_looking(is_looking)
+        self.state = ""  # a pass is open again, or the next tick corrects that
+        self.write("filling")
+        return True
 
 
 def main() -> None:
