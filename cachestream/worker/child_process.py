@@ -35,7 +35,7 @@ _PID: Final = struct.Struct("<i")
 _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
 _ORPHANED_CHECKS: Final = 400
-_ANSWER_S: Final = 20.0  # the fork server may still be loading
+_ANSWER_S: Final = 10.0  # the fork server may still be loading
 _LAST_OUTPUT_BYTES: Final = 8192
 # The modules that the processes need; the module of the source is known when there is a job.
 _PRELOADED: Final = (

@@ -112,7 +112,7 @@ def test_what_it_has_started_outlives_a_fork_server_that_is_killed_and_there_are
 
 def test_a_fork_server_that_does_not_answer_is_ended_at_the_deadline(tmp_path: Path) -> None:
     body = (
-        "server._socket.settimeout(0.5)\n"  # 20 s
+        "server._socket.settimeout(0.5)\n"  # not 10 s
         "os.kill(server._pid, signal.SIGSTOP)\n"
         "print([server.start('told', job) for _ in range(2)])\n"
         "try:\n    os.kill(server._pid, 0)\nexcept ProcessLookupError:\n    print('gone')"
