@@ -54,7 +54,7 @@ class Lister:
         """Complete the current listing."""
         self._listings.drop_next()
         if not self._listings.is_complete:
-            self._is_next, self.process.start_at_s = False, time.monotonic()
+            self._start(is_next=False)
 
     def look_for_changes(self) -> None:
         """List all again beside the current listing; sets `has_changed` at the end."""

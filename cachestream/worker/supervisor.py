@@ -91,7 +91,7 @@ class Supervisor:
         self._stop.set()
 
     def start(self, *, is_complete: bool) -> None:
-        """Let processes start at the first tick; if the pass `is_complete`, look for changes of the remote."""
+        """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
         self._look_for_changes = is_complete and self._job.growing
         self._record.write_looking(self._look_for_changes)
         self._record.write("filling")
@@ -100,7 +100,7 @@ class Supervisor:
         if self._job.growing:
             self._lister.begin()
         self._samplers.begin(now_s)
-        self._housekeeping_at_s = now_s + _HOUSEKEEPING_S  # first the processes
+        self._samplers.start_due(now_s)
 
     def run(self) -> int:
         """Watch until asked to stop, until no process needs the worker any more, or until it fails."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,6 @@ def test_a_lister_shows_life_while_a_driver_that_is_not_asynchronous_waits_for_a
     job = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None).job(cache, source)
     lister = Lister(job, None, share(job), Listings(cache.directory))
     lister.begin()
-    lister.tick(time.monotonic())
     try:
         wait_until(lambda: listed(cache) == FIRST, "the first names are stored")
         wait_until(lambda: lister.process.life_s is not None, "it has begun")

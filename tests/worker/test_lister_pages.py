@@ -215,7 +215,6 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
     job = options.job(cache, source)
     lister = Lister(job, None, share(job), Listings(cache.directory))
     lister.begin()
-    lister.tick(time.monotonic())
     try:
         wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
         life_s = lister.process.life_s

@@ -28,7 +28,7 @@ from cachestream.worker.sampling.publisher import (
     PendingProgress,
     StartAgainError,
 )
-from cachestream.worker.sampling.shard_writer import FIRST_BYTES, max_age_s, target_bytes
+from cachestream.worker.sampling.shard_writer import FIRST_AGE_S, FIRST_BYTES, max_age_s, target_bytes
 from tests.worker.support import keys_of, wait_until
 
 LIMIT_BYTES = 3_000_000
@@ -319,4 +319,4 @@ def test_samples_wait_longer_as_the_worker_grows_older_but_never_over_a_minute(
     one_s: float, other_s: float
 ) -> None:
     early_s, late_s = sorted((one_s, other_s))
-    assert 0.1 <= max_age_s(early_s) <= max_age_s(late_s) <= 60.0
+    assert FIRST_AGE_S <= max_age_s(early_s) <= max_age_s(late_s) <= 60.0
