@@ -6,6 +6,7 @@ fsspec's filesystems hold event loops, sockets and locks: they are neither pickl
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -71,6 +72,15 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
         **options,
         "config_kwargs": {**config, **options.get("config_kwargs", {})},
     }
+
+
+def _close_session(loop: asyncio.AbstractEventLoop, session: Any) -> None:
+    """Close a session of s3fs on its own event loop.
+
+    s3fs would close it on the running loop of the thread that collects the filesystem, such as Jupyter's.
+    """
+    if loop.is_running():
+        asyncio.run_coroutine_threadsafe(session.__aexit__(None, None, None), loop)
 
 
 def _set_timeouts(filesystem: Any) -> None:
@@ -176,6 +186,7 @@ class Remote:
                 _set_timeouts(filesystem)
                 if self.is_s3:
                     filesystem.retries = attempts
+                    filesystem.close_session = _close_session
                     filesystem.connect()
             except (TypeError, KeyError) as error:
                 reason = redact_text(str(error), self.secrets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -246,3 +247,22 @@ def test_keys_are_encoded_as_botocore_does(key: str) -> None:
 def test_an_answer_without_an_etag_has_one_version_whoever_composed_the_request() -> None:
     by_client, by_pattern = {"ContentLength": 9}, {"ContentLength": 9, "ContentRange": None, "ETag": None}
     assert version_of_s3(by_client) == version_of_s3(by_pattern)
+
+
+def test_a_filesystem_that_is_collected_beside_a_running_event_loop_is_closed_on_its_own(
+    s3_server: S3Server, s3_bucket: Path
+) -> None:
+    remote = Remote(f"s3://{s3_bucket.name}/", s3_server.storage_options)
+    told: list[dict[str, Any]] = []
+
+    async def notebook() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+        filesystem, path = remote.open_for_listing()
+        filesystem.ls(path)
+        del filesystem
+        gc.collect()
+        await asyncio.sleep(0.2)
+
+    asyncio.run(notebook())
+    gc.collect()
+    assert not told
