@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from cachestream.config import check_mapping
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.patterns import TFRECORD_ENDINGS
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
-from cachestream.sources.decode.images import ImageOptions, Size, decode_image
-from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import CutFiles
-from cachestream.sources.tf_example import Feature, FeatureColumn, parse_example, parse_examples, rows_of
+from cachestream.sources.tf_example import (
+    Feature,
+    FeatureFields,
+    Kind,
+    checked_kinds,
+    load_example,
+    parse_example,
+)
 from cachestream.sources.tfrecord_format import (
     HEAD_BYTES,
     Records,
@@ -30,11 +32,7 @@ from cachestream.sources.tfrecord_format import (
     seek_record,
 )
 
-Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
-_KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
-_INFERRED: Final = "inferred"  # the kind of a feature that the user gave none for
 _COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
-Column = npt.NDArray[Any] | list[str] | list[bytes]
 
 
 class TFRecordSource(CutFiles):
@@ -57,13 +55,14 @@ class TFRecordSource(CutFiles):
     compression: "gzip", "zlib", None, or "auto": by the first bytes of each file.
 
     check_crc: check the CRC-32C of every record. A record with a wrong checksum is skipped and counted; a
-    wrong checksum of a length ends its file. Needs google-crc32c: `pip install 'cachestream[tfrecord]'`.
+    wrong checksum of a length ends its file.
 
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack the field.
 
     resize, crop: the size of decoded images, see `ImageOptions`.
 
-    Other arguments, and errors, as for `FileSource`. A truncated file gives the records before its end.
+    Other arguments, and errors, as for `FileSource`. A truncated file gives the records before its end. Needs
+    google-crc32c and protobuf: `pip install 'cachestream[tfrecord]'`.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class TFRecordSource(CutFiles):
         kinds = None if features is None else checked_kinds(features)
         self._fields = FeatureFields(kinds, defaults.values, images, decode_images=decode_images)
         self._compression, self._check_crc = compression, check_crc
+        load_example()
         if check_crc:
             load_checksum()
         options = {
@@ -140,173 +140,24 @@ class TFRecordSource(CutFiles):
         self, records: Records, key: str, problems: Problems
     ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the samples in `records`, as one `Rows` where all of them are alike."""
-        found = None
-        if len(records) > 1:
-            found = parse_examples(records.data, records.starts, records.stops)
-        if found is not None and (columns := self._fields.columns(found)) is not None:
-            yield Rows([f"{key}#{place}" for place in records.places], columns)
-            return
-        examples = map(parse_example, records) if found is None else rows_of(found)
-        for place in records.places:
+        found: dict[int, dict[str, Feature]] = {}
+        for place, record in zip(records.places, records, strict=True):
             try:
-                sample = self._fields.sample(next(examples))
-            except (ValueError, IndexError, SampleError) as error:
-                reason = "malformed: it ends early" if isinstance(error, IndexError) else error
-                problems.add(f"record at byte {place}: {reason}")
+                found[place] = parse_example(record)
+            except ValueError as error:
+                problems.add(f"record at byte {place}: {error}")
+        columns = self._fields.columns(list(found.values())) if len(found) > 1 else None
+        if columns is not None:
+            yield Rows([f"{key}#{place}" for place in found], columns)
+            return
+        for place, features in found.items():
+            try:
+                sample = self._fields.sample(features)
+            except (ValueError, SampleError) as error:
+                problems.add(f"record at byte {place}: {error}")
                 continue
             yield f"{key}#{place}", sample
 
     def __repr__(self) -> str:
         parts = f" in {self._num_parts} parts each" if self._num_parts > 1 else ""
         return f"<TFRecordSource {self._files.shown}, {len(self._files):,} files{parts}>"
-
-
-# --- features as fields ------------------------------------------------------------------------
-
-
-def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return `features` with shapes as tuples. Raises ConfigError for an unknown kind."""
-    check_mapping("features", features, "{'label': 'scalar', 'image': 'image'}")
-    checked = {name: tuple(kind) if isinstance(kind, list) else kind for name, kind in features.items()}
-    for name, kind in checked.items():
-        if not isinstance(name, str) or not (_is_shape(kind) or kind in _KINDS):
-            raise ConfigError(f"features={{{name!r}: {kind!r}}}: give a shape, or one of {', '.join(_KINDS)}")
-    if not checked:
-        raise ConfigError("features={}: give at least one, or None for all")
-    return checked
-
-
-def _is_shape(kind: Any) -> bool:
-    return (
-        isinstance(kind, tuple)
-        and all(type(length) is int and length >= -1 for length in kind)
-        and kind.count(-1) <= 1
-    )
-
-
-class FeatureFields:
-    """Converts the features of examples to the fields of samples.
-
-    `kinds` are the features to convert, and the kind of each; None: all features, by the values that each
-    holds. A feature that is missing and `optional` is left out.
-    """
-
-    def __init__(
-        self,
-        kinds: Mapping[str, Kind] | None,
-        optional: Collection[str],
-        images: ImageOptions,
-        *,
-        decode_images: bool,
-    ) -> None:
-        self._kinds, self._optional = kinds, optional
-        self._decode_image = partial(decode_image, options=images)
-        self._decode_images = decode_images
-
-    def sample(self, found: Mapping[str, Feature]) -> dict[str, Any]:
-        """Return the fields of one example. Raises ValueError and SampleError if it cannot be used."""
-        if self._kinds is None:
-            if not found and not self._optional:
-                raise ValueError("it has no features")
-            return {name: self._field(name, feature, _INFERRED) for name, feature in found.items()}
-        sample = {}
-        for name, kind in self._kinds.items():
-            if name in found:
-                sample[name] = self._field(name, found[name], kind)
-            elif name not in self._optional:
-                raise ValueError(f"no feature '{name}'; there are {', '.join(sorted(found)[:20])}")
-        return sample
-
-    def _field(self, name: str, feature: Feature, kind: Any) -> Any:
-        """Convert a feature to `kind`. Raises SampleError if it holds something else."""
-        if isinstance(feature, np.ndarray):
-            return _from_numbers(name, feature, kind)
-        if kind == "array" or isinstance(kind, tuple):
-            raise SampleError(f"feature '{name}' holds bytes, no numbers")
-        if kind == "texts" or (kind == _INFERRED and len(feature) != 1):
-            return _as_texts(name, feature)
-        data: bytes = _single(name, feature)
-        if kind == "image" or (kind == _INFERRED and self._is_image(data)):
-            return decode_with(self._decode_image, data, "image", f"feature '{name}'")
-        if kind == "str":
-            try:
-                return data.decode()
-            except UnicodeDecodeError as error:
-                raise SampleError(f"feature '{name}' is no UTF-8: {error}") from error
-        return data
-
-    def _is_image(self, data: bytes) -> bool:
-        return self._decode_images and looks_like_image(data)
-
-    def columns(self, found: Mapping[str, FeatureColumn]) -> dict[str, Column] | None:
-        """Return the fields of many examples in columns, with the values that `sample` gives.
-
-        None if the examples differ in shape, hold images, or cannot all be used.
-        """
-        columns: dict[str, Column] = {}
-        for name, kind in (dict.fromkeys(found, _INFERRED) if self._kinds is None else self._kinds).items():
-            column = self._column(found[name], kind) if name in found else None
-            if column is None:
-                return None
-            columns[name] = column
-        return columns
-
-    def _column(self, feature: FeatureColumn, kind: Any) -> Column | None:
-        values = feature.values
-        if not isinstance(values, list):
-            return _number_column(values, len(feature), feature.each, kind)
-        if kind == "str":
-            try:
-                return [value.decode() for value in values]
-            except UnicodeDecodeError:
-                return None
-        is_plain = kind == "bytes" or (kind == _INFERRED and not any(map(self._is_image, values)))
-        return values if is_plain else None
-
-
-def _from_numbers(name: str, feature: npt.NDArray[Any], kind: Any) -> Any:
-    if kind == "scalar":
-        return _single(name, feature)
-    if kind == _INFERRED:
-        return feature[0] if len(feature) == 1 else feature
-    if kind == "array":
-        return feature
-    if not isinstance(kind, tuple):
-        raise SampleError(f"feature '{name}' holds numbers, no {'texts' if kind == 'texts' else 'bytes'}")
-    try:
-        return feature.reshape(kind)
-    except ValueError as error:
-        raise SampleError(f"feature '{name}': {len(feature)} values do not make the shape {kind}") from error
-
-
-def _number_column(values: npt.NDArray[Any], count: int, each: int | None, kind: Any) -> Column | None:
-    """Return the `values` of `count` examples, `each` (None: differing) of one, as a column of `kind`."""
-    if each is None:
-        return None
-    if each == 1 and kind in (_INFERRED, "scalar"):
-        return values
-    if kind in (_INFERRED, "array"):
-        return values.reshape(count, each)
-    if isinstance(kind, tuple):
-        try:
-            return values.reshape(count, *values[:each].reshape(kind).shape)
-        except ValueError:
-            return None
-    return None
-
-
-def _single(name: str, feature: Any) -> Any:
-    if len(feature) != 1:
-        raise SampleError(f"feature '{name}' holds {len(feature)} values, not one")
-    return feature[0]
-
-
-def _as_texts(name: str, feature: list[bytes]) -> str:
-    """Return the strings of a feature as a JSON list. Raises SampleError if they are not UTF-8."""
-    try:
-        return json.dumps([one.decode() for one in feature], ensure_ascii=False)
-    except UnicodeDecodeError as error:
-        raise SampleError(
-            f"feature '{name}' holds {len(feature)} strings of bytes, which are no texts; "
-            "choose others with features="
-        ) from error

@@ -1,4 +1,4 @@
-"""The wire format of examples: the parser of one, the parser of many against it, and columns."""
+"""Examples: their wire format, and their features as columns."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SampleError
-from cachestream.sources import tf_example
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import UNCHANGED
-from cachestream.sources.tf_example import Feature, decode_varints, parse_example, parse_examples, rows_of
-from cachestream.sources.tfrecord import FeatureFields, TFRecordSource
+from cachestream.sources.tf_example import FeatureFields, parse_example
+from cachestream.sources.tfrecord import TFRecordSource
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")
 
 RNG: Final = np.random.default_rng(0)
 INT64: Final = st.integers(-(2**63), 2**63 - 1)
-VALUES: Final[dict[int, st.SearchStrategy[Any]]] = {
-    1: st.binary(max_size=200),
-    2: st.lists(st.floats(width=32, allow_nan=False), max_size=5),
-    3: st.lists(INT64 | st.integers(0, 70_000), max_size=40),
-}
 
 
 def varint(value: int) -> bytes:
@@ -61,130 +55,6 @@ def entry(name: str, which: int, value: Any) -> bytes:
 
 def example(*entries: bytes) -> bytes:
     return field(1, b"".join(entries))
-
-
-def together(records: Sequence[bytes]) -> list[dict[str, Feature]] | None:
-    """Parse `records` by `parse_examples`, with other bytes between them."""
-    data, starts, stops = b"", [], []
-    for record in records:
-        data += b"\x0a\x80between"
-        starts.append(len(data))
-        data += record
-        stops.append(len(data))
-    found = parse_examples(data + b"\xff", starts, stops)
-    return None if found is None else list(rows_of(found))
-
-
-def expect_alike(found: Sequence[dict[str, Feature]], records: Sequence[bytes]) -> None:
-    for features, record in zip(found, records, strict=True):
-        alone = parse_example(record)
-        assert features.keys() == alone.keys()
-        for name, feature in alone.items():
-            other = features[name]
-            if isinstance(feature, np.ndarray):
-                assert isinstance(other, np.ndarray)
-                assert other.dtype == feature.dtype
-                assert other.tobytes() == feature.tobytes()
-            else:
-                assert other == feature
-
-
-@st.composite
-def alike_examples(draw: st.DrawFn) -> list[bytes]:
-    """Draw examples with the same features, in at most three orders."""
-    kinds = draw(st.dictionaries(st.text(max_size=150), st.sampled_from((1, 2, 3)), min_size=1, max_size=4))
-    orders = [draw(st.permutations(list(kinds))) for _ in range(3)]
-    return [
-        example(
-            *(entry(name, kinds[name], draw(VALUES[kinds[name]])) for name in draw(st.sampled_from(orders)))
-        )
-        for _ in range(draw(st.integers(1, 12)))
-    ]
-
-
-@given(alike_examples())
-def test_examples_are_parsed_together_as_they_are_alone(records: list[bytes]) -> None:
-    found = together(records)
-    assert found is not None
-    expect_alike(found, records)
-
-
-@given(alike_examples(), st.data())
-def test_damaged_examples_are_parsed_together_as_alone_or_not_at_all(
-    records: list[bytes], data: st.DataObject
-) -> None:
-    one = data.draw(st.integers(0, len(records) - 1))
-    broken = bytearray(records[one])
-    for _ in range(data.draw(st.integers(1, 3))):
-        broken[data.draw(st.integers(0, len(broken) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    records[one] = bytes(broken[: data.draw(st.integers(0, len(broken)))])
-    found = together(records)
-    if found is not None:
-        expect_alike(found, records)  # raises if one of them cannot be parsed alone
-
-
-@given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))
-def test_any_bytes_are_parsed_together_as_alone_or_not_at_all(records: list[bytes]) -> None:
-    found = together(records)
-    if found is not None:
-        expect_alike(found, records)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        example(entry("x", 3, [1]), entry("x", 3, [2])),  # the last one counts
-        example(entry("x", 3, [1]), entry("y", 3, [2])),
-        example(entry("x", 2, [1.0])),
-        example(entry("x", 3, [1])) + example(entry("x", 3, [2])),
-        example(
-            field(1, field(2, field(3, field(1, b"\x01"))) + field(1, b"x"))
-        ),  # the value before its name
-        field(1, field(1, field(1, b"x") + field(2, field(3, varint(8) + varint(1))))),  # not packed
-        field(1, field(1, field(1, b"x") + field(2, field(3, b"")))),
-        b"",
-    ],
-)
-def test_what_writers_do_not_make_is_left_to_the_other_parser(other: bytes) -> None:
-    usual = example(entry("x", 3, [5]))
-    assert together([usual, usual]) is not None
-    assert together([usual, other]) is None
-    assert together([other, usual]) is None
-
-
-def test_lists_whose_last_number_is_cut_off_are_refused_though_together_they_are_numbers() -> None:
-    halves = [
-        field(1, field(1, field(1, b"x") + field(2, field(3, field(1, one))))) for one in (b"\x81", b"\x01")
-    ]
-    assert together(halves) is None
-    assert together([halves[1]] * 2) is not None
-
-
-def test_features_in_too_many_orders_are_left_to_the_other_parser() -> None:
-    names = "abcdef"
-    records = [example(*(entry(name, 3, [1]) for name in names[i:] + names[:i])) for i in range(len(names))]
-    assert together(records) is None
-    assert together(records[:4] * 2) is not None
-
-
-@given(
-    st.lists(INT64 | st.integers(0, 300) | st.integers(0, 70_000), max_size=300), st.sampled_from((1, 7, 64))
-)
-def test_numbers_are_decoded_whatever_their_lengths(values: list[int], block: int) -> None:
-    before = tf_example._BLOCK
-    tf_example._BLOCK = block  # type: ignore[misc]
-    try:
-        found = decode_varints(b"".join(map(varint, values)))
-    finally:
-        tf_example._BLOCK = before  # type: ignore[misc]
-    assert found.dtype == np.int64
-    assert found.tolist() == values
-
-
-@pytest.mark.parametrize("before", [0, 5, 40])
-def test_numbers_of_more_than_64_bits_are_refused(before: int) -> None:
-    with pytest.raises(ValueError, match="more than 64 bits"):
-        decode_varints(b"\x85\x01" * before + b"\x80" * 10 + b"\x01")
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -351,20 +221,22 @@ def test_integers_are_decoded_packed_and_unpacked(values: list[int]) -> None:
 
 
 @given(st.lists(st.floats(width=32), max_size=50))
-def test_floats_are_decoded_packed_and_unpacked(values: list[float]) -> None:
+def test_floats_are_taken_packed_and_refused_otherwise(values: list[float]) -> None:
     packed = field(1, struct.pack(f"<{len(values)}f", *values))
+    found = parse_example(example(feature("x", 2, packed)))["x"]
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, np.array(values, np.float32))
     unpacked = b"".join(varint(1 << 3 | 5) + struct.pack("<f", value) for value in values)
-    for content in (packed, unpacked):
-        found = parse_example(example(feature("x", 2, content)))["x"]
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, np.array(values, np.float32))
+    if values:
+        with pytest.raises(ValueError, match="not packed"):
+            parse_example(example(feature("x", 2, unpacked)))
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_example_or_a_value_error(data: bytes) -> None:
     try:
         parse_example(data)
-    except (ValueError, IndexError):
+    except ValueError:
         pass
 
 
@@ -376,5 +248,5 @@ def test_a_damaged_example_is_one_or_a_value_error(data: st.DataObject) -> None:
         broken[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
         parse_example(bytes(broken[: data.draw(st.integers(0, len(whole)))]))
-    except (ValueError, IndexError):
+    except ValueError:
         pass
