@@ -18,7 +18,7 @@ ACCURACY_ARGS ?= --save
 MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/batches/_gather.c
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pytest soak sanitize bench results bench-peers bench-accuracy clean
+.PHONY: help demo test check docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,10 +28,18 @@ demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, 
 
 test: check pytest  ## set up, then check and test everything
 
-check: $(VENV)/.ready-dev  ## lint, formatting, types
+check: $(VENV)/.ready-dev docs  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Strictly: a link that leads nowhere, or a public name without a description, is an error. The variable silences an advertisement.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(VENV)/.ready-dev  ## build the documentation in build/site
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:8000, built anew at every change
+	$(MKDOCS) serve
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
 	$(BIN)/python -m pytest -n $(WORKERS) --reruns 1 $(PYTEST_ARGS)

@@ -18,7 +18,7 @@ from cachestream.cli.app import app
 from tests.support.forked import fork_script
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES_THAT_RUN: Final = sorted(ROOT.glob("docs/guide/**/*.md"))
+PAGES_THAT_RUN: Final = sorted([*ROOT.glob("docs/guide/**/*.md"), *ROOT.glob("docs/cookbook/*.md")])
 PAGES: Final = sorted(
     {
         *ROOT.glob("*.md"),
@@ -53,9 +53,11 @@ def script_of(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, made as GitHub makes them."""
-    headings = re.findall(r"^#+ +(.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """The anchors of a page: of its headings, as GitHub makes them, and of the names that the reference describes."""
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
 
 
 def test_the_script_of_a_page_keeps_line_numbers_and_leaves_out_what_is_marked() -> None:

@@ -1,0 +1,122 @@
+"""The site: its reference is complete, its pages are short and begin with their use, and its lists name them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import pytest
+
+import cachestream
+
+ROOT: Final = Path(__file__).parents[2]
+DOCS: Final = ROOT / "docs"
+GUIDE: Final = sorted(DOCS.glob("guide/**/*.md"))
+LONGEST_PAGE: Final = 200
+LONGEST_README: Final = 120
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """The hooks of the build, which need MkDocs."""
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks_of_docs", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md"))
+    shown = re.findall(r"^::: cachestream\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(shown) == cachestream.__all__
+
+
+def test_every_public_name_and_its_members_have_docstrings(hooks: ModuleType) -> None:
+    assert list(hooks.undocumented()) == []
+
+
+def test_a_missing_docstring_is_reported(hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare:
+        def method(self) -> None: ...
+
+    monkeypatch.setattr(cachestream, "Bare", Bare, raising=False)
+    monkeypatch.setattr(cachestream, "__all__", [*cachestream.__all__, "Bare"])
+    assert list(hooks.undocumented()) == [
+        "cachestream.Bare is public, and in no page of docs/reference",
+        "cachestream.Bare has no docstring",
+        "cachestream.Bare.method has no docstring",
+    ]
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=page_id)
+def test_a_page_of_the_guide_is_short(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LONGEST_PAGE
+    assert lines[0].startswith("# ")
+
+
+def test_the_readme_is_short_and_shows_its_picture_and_commands_early() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < LONGEST_README
+    (picture,) = [number for number, line in enumerate(lines) if line.startswith("![")]
+    assert picture < len(lines) / 2
+    assert {"make demo", "make test"} <= {line.partition(" #")[0].strip() for line in lines[:8]}
+
+
+def test_the_list_for_language_models_names_every_page_and_no_other() -> None:
+    listed = re.findall(
+        r"^- \[[^\]]+\]\(([^)]+)\)", (DOCS / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    pages = [page for folder in ("guide", "cookbook", "reference") for page in DOCS.glob(f"{folder}/**/*.md")]
+    expected = {page.relative_to(DOCS).as_posix() for page in pages}
+    assert set(listed) == expected | {"architecture.md", "decisions/README.md"}
+    assert len(listed) == len(set(listed))
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {cachestream.__version__}\n" in citation
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("guide/cache.md", "[a](epochs.md#ddp)", "[a](epochs.md#ddp)"),
+        ("guide/cache.md", "[a](../../benchmarks/RESULTS.md#b)", "[a](../results.md#b)"),
+        ("guide/sources/files.md", "[a](../../../examples/windows.py)", "[a](../../examples/windows.md)"),
+        ("results.md", "![a](../docs/waste.png)", "![a](waste.png)"),
+        ("results.md", "[records](results)", "records"),
+        ("examples/index.md", "[a](../docs/guide/peers.md)", "[a](../guide/peers.md)"),
+        ("index.md", "[a](https://example.org/x)", "[a](https://example.org/x)"),
+        ("index.md", "```\n[a](nowhere.md)\n```", "```\n[a](nowhere.md)\n```"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(
+    hooks: ModuleType, page: str, link: str, expected: str
+) -> None:
+    assert hooks.rewrite_links(link, page) == expected
+
+
+def test_the_reference_is_also_plain_text(hooks: ModuleType) -> None:
+    text = hooks.describe("cachestream.Cache")
+    assert text.startswith("## cachestream.Cache\n")
+    assert "size_limit" in text
+    assert "### cachestream.Cache.verify(self" in text
+    assert "data module" in hooks.describe("cachestream.integrations.lightning_hooks.DataHooks")
+
+
+def test_the_page_of_the_command_line_has_every_command(hooks: ModuleType) -> None:
+    text = "\n".join(hooks.command_line())
+    assert {"worker", "status", "verify", "diagnose"} <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+    assert "--size-limit" in text
+    assert "CACHESTREAM_WORKER" not in text
