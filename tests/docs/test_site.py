@@ -59,10 +59,11 @@ def test_a_missing_docstring_is_reported(hooks: ModuleType, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=page_id)
-def test_a_page_of_the_guide_is_short(page: Path) -> None:
+def test_a_page_of_the_guide_is_short_and_begins_with_its_use(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LONGEST_PAGE
     assert lines[0].startswith("# ")
+    assert lines[2].startswith("After this page ")
 
 
 def test_the_readme_is_short_and_shows_its_picture_and_commands_early() -> None:
