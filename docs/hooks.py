@@ -11,11 +11,12 @@ import ast
 import inspect
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
@@ -64,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, "\n".join(command_line()))
     markdown = rewrite_links(NOT_RUN.sub("", markdown), path)
-    _plain[path] = OBJECT.sub(lambda found: describe(found[1]), markdown)
+    _plain[path] = OBJECT.sub(lambda found: describe(found[1], yaml.safe_load(found[2] or "{}")), markdown)
     return markdown
 
 
@@ -167,10 +168,14 @@ def public_members(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, described
 
 
-def describe(name: str) -> str:
-    """The description of `name` as plain Markdown: its signature, its docstring, and those of its members."""
+def describe(name: str, block: Mapping[str, Any]) -> str:
+    """The description of `name` as plain Markdown: its signature, its docstring, and those of its members.
+
+    `block` is what the page says of it, as mkdocstrings reads it: the members to show.
+    """
     if name.startswith(INTEGRATIONS):
-        return f"## {name}\n\n{docstring_in_file(name)}\n"
+        heading = block.get("options", {}).get("heading", name)
+        return f"## {heading}\n\n{docstring_in_file(name)}\n"
     value = find(name)
     parts = [
         f"## {name}\n",
@@ -178,8 +183,16 @@ def describe(name: str) -> str:
         own_docstring(value),
     ]
     for member, described in public_members(value):
-        parts.append(f"\n### {name}.{member}{signature(described)}\n\n{own_docstring(described)}")
+        if is_shown(member, block.get("options", {})):
+            parts.append(f"\n### {name}.{member}{signature(described)}\n\n{own_docstring(described)}")
     return "\n".join(parts) + "\n"
+
+
+def is_shown(member: str, options: Mapping[str, Any]) -> bool:
+    left_out = [pattern[1:] for pattern in options.get("filters", []) if pattern.startswith("!")]
+    return member in options.get("members", [member]) and not any(
+        re.search(each, member) for each in left_out
+    )
 
 
 def docstring_in_file(name: str) -> str:
@@ -196,7 +209,7 @@ def signature(value: Callable[..., Any] | property) -> str:
     if isinstance(value, property):
         return ""
     try:
-        return str(inspect.signature(value))
+        return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(value)))  # annotations are texts
     except (TypeError, ValueError):
         return ""
 

@@ -31,7 +31,8 @@ class Source(Protocol):
     A unit is fetched as a whole: a file, a tar, a row group, a window. A source is picklable, and `read` may
     be called from several threads at once. No attribute of it asks the remote.
 
-    The protocols below are for what else some sources can do; a source has those whose members it has.
+    `cachestream.sources.base` has protocols for what else some sources can do, such as `read_rows`; a source
+    has those whose members it has.
     """
 
     @property

@@ -47,8 +47,9 @@ class LinesSource(SampleFiles):
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
 
-    A sample is a dict. In JSON Lines its fields are the members of the object in a line, by the table above;
-    a line with another value has the one field "json". In CSV its fields are the columns, named in the first
+    A sample is a dict. In JSON Lines its fields are the members of the object in a line: numbers, bools and
+    str as they are, lists of numbers as arrays, objects as fields "name.member", other lists as JSON text; a
+    line with another value has the one field "json". In CSV its fields are the columns, named in the first
     line: int64, float64 or str, judged by the first 1,000 rows of the first file. A line that is malformed,
     or has a null or an empty number without a default, is skipped and counted.
 

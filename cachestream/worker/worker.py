@@ -220,8 +220,8 @@ def start_worker(
         bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
         when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
-        concurrency: units in flight in each process, 1 to 64.
-        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does
+        concurrency: units in flight in each process, 1 to 64 (default 16).
+        hang_timeout_s: a process in which one sample takes longer (30) is killed and restarted. A unit that does
             not answer for a third of this time lets others go first; after four times this time it is left out,
             if its remote answers otherwise.
         partition: `(i, n)`, from 0: the share of node i of n. Shares are disjoint and complete, whatever order,

@@ -109,11 +109,16 @@ def test_links_of_the_repository_become_links_of_the_site(
 
 
 def test_the_reference_is_also_plain_text(hooks: ModuleType) -> None:
-    text = hooks.describe("cachestream.Cache")
-    assert text.startswith("## cachestream.Cache\n")
-    assert "size_limit" in text
+    text = hooks.describe("cachestream.Cache", {"options": {"filters": ["!^_", "!^clear$"]}})
+    assert text.startswith("## cachestream.Cache\n\n```python\nCache(path: str | os.PathLike[str], ")
     assert "### cachestream.Cache.verify(self" in text
-    assert "data module" in hooks.describe("cachestream.integrations.lightning_hooks.DataHooks")
+    assert "cachestream.Cache.clear" not in text
+    assert "### " not in hooks.describe("cachestream.TarSource", {"options": {"members": []}})
+
+
+def test_the_reference_describes_integrations_without_their_frameworks(hooks: ModuleType) -> None:
+    text = hooks.describe("cachestream.integrations.lightning_hooks.DataHooks", {"options": {"heading": "H"}})
+    assert text.startswith("## H\n\nA data module")
 
 
 def test_the_page_of_the_command_line_has_every_command(hooks: ModuleType) -> None:
