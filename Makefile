@@ -33,10 +33,11 @@ check: $(VENV)/.ready-dev docs  ## lint, formatting, types, documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Strictly: a link that leads nowhere, or a public name without a description, is an error. The variable silences an advertisement.
+# Strictly: a link that leads nowhere, or a public name without a description, is an error (not with --quiet, which drops warnings).
+# The variable silences an advertisement.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: $(VENV)/.ready-dev  ## build the documentation in build/site
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 
 docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:8000, built anew at every change
 	$(MKDOCS) serve

@@ -31,6 +31,12 @@ PUBLISHED: Final = {
     "benchmarks/RESULTS.md": "results.md",
     "examples/README.md": "examples/index.md",
 }
+LISTED: Final = {
+    "decisions/README.md": sorted(
+        f"decisions/{page.name}" for page in (ROOT / "docs" / "decisions").glob("[0-9]*.md")
+    ),
+    "examples/index.md": sorted(f"examples/{script.stem}.md" for script in (ROOT / "examples").glob("*.py")),
+}
 ORIGINS: Final = {page: origin for origin, page in PUBLISHED.items() if page != "index.md"}
 FENCE: Final = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -43,12 +49,18 @@ logger = get_plugin_logger("cachestream")
 _plain: dict[str, str] = {}  # the Markdown of each page, by its path
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the decisions and the examples, which are found by looking, to the navigation."""
+    config.nav = with_pages(config.nav)
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie outside of this folder: texts of the repository, and the examples."""
     for page, origin in ORIGINS.items():
         files.append(File.generated(config, page, content=(ROOT / origin).read_text(encoding="utf-8")))
     for script in sorted((ROOT / "examples").glob("*.py")):
-        text = f"# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
+        text = f"---\nhide: [toc]\n---\n\n# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
     return files
 
@@ -70,10 +82,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    for path, text in _plain.items():
+    """Write the pages as Markdown, and those that `llms.txt` names as one file."""
+    listed = LINK.findall((ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
+    whole = "\n\n".join(_plain[path] for _, _, path in listed if path in _plain)
+    for path, text in [*_plain.items(), ("llms-full.txt", whole)]:
         target = Path(config.site_dir, path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+
+
+# --- The navigation ---------------------------------------------------------------------------------------
+
+
+def with_pages(nav: Any) -> Any:
+    """Return `nav` with the pages of a folder after the page that `LISTED` names."""
+    if isinstance(nav, dict):
+        return {title: with_pages(value) for title, value in nav.items()}
+    if isinstance(nav, list):
+        return [page for entry in nav for page in (with_pages(entry), *LISTED.get(str(entry), []))]
+    return nav
 
 
 # --- Links ------------------------------------------------------------------------------------------------

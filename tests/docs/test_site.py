@@ -126,3 +126,11 @@ def test_the_page_of_the_command_line_has_every_command(hooks: ModuleType) -> No
     assert {"worker", "status", "verify", "diagnose"} <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
     assert "--size-limit" in text
     assert "CACHESTREAM_WORKER" not in text
+
+
+def test_the_navigation_gets_the_decisions_and_the_examples(hooks: ModuleType) -> None:
+    (found,) = hooks.with_pages([{"Project": [{"Decisions": ["decisions/README.md"]}, "architecture.md"]}])
+    decisions, architecture = found["Project"]
+    assert len(decisions["Decisions"]) == 1 + len(list(DOCS.glob("decisions/[0-9]*.md")))
+    assert architecture == "architecture.md"
+    assert "examples/train_ddp.md" in hooks.with_pages(["examples/index.md"])
