@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-import cachestream
 from cachestream.cli import display
 from cachestream.cli.arguments import (
     CacheArgument,
@@ -53,7 +52,6 @@ app = typer.Typer(
     name="cachestream",
     help="A growing local sample cache for PyTorch training on remote data.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"auto_envvar_prefix": "CACHESTREAM", "help_option_names": ["-h", "--help"]},
@@ -62,7 +60,9 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"cachestream {cachestream.__version__}")
+        typer.echo(
+            "\n".join(f"{name} {found}" for name, found in _import_late("tools.versions").versions().items())
+        )
         raise typer.Exit
 
 
@@ -75,7 +75,7 @@ def _common(
             callback=_show_version,
             is_eager=True,
             allow_from_autoenv=False,
-            help="Show the version.",
+            help="Show the versions of cachestream and of what it uses.",
         ),
     ] = False,
 ) -> None:
@@ -339,7 +339,10 @@ def bench(
 
 @app.command()
 def diagnose(
-    source: SourceArgument,
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="SOURCE", help="URL, path, wildcard or module:name; none: check the machine."),
+    ] = None,
     *,
     transform: TransformOption = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
@@ -354,10 +357,18 @@ def diagnose(
     crop: CropOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find what holds up filling a cache from SOURCE.
+    """Find what holds up filling a cache from SOURCE, or check this machine.
 
-    The time of every stage, and the verdict. Needs no cache, and leaves nothing behind.
+    With SOURCE the time of every stage, and the verdict; without it what a cache needs of the machine. Needs no
+    cache, and leaves nothing behind.
     """
+    if source is None:
+        machine = _import_late("tools.diagnose.machine")
+        report = machine.check_machine(folder or ".", os.environ, display.say)
+        display.show(report, as_json=json)
+        if not report.ok:
+            raise typer.Exit(PROBLEM)
+        return
     function = None if transform is None else load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
@@ -385,5 +396,5 @@ def demo(
 
 
 def _import_late(name: str) -> Any:
-    """Import a module that loads torch, for which the other commands should not wait."""
+    """Import a module that takes long to load, for which the other commands should not wait."""
     return importlib.import_module(f"cachestream.{name}")

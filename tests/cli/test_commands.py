@@ -292,7 +292,20 @@ def test_every_command_explains_itself_and_the_version_is_shown() -> None:
     for command in commands:
         assert f"  {command}" in listed
     assert "CACHESTREAM_WORKER_SIZE_LIMIT" in done(cli("worker", "--help"))
-    assert done(cli("--version")).startswith("cachestream 0.")
+    assert [line.split()[0] for line in done(cli("--version")).splitlines()][:3] == [
+        "cachestream",
+        "Python",
+        "torch",
+    ]
+    assert "--install-completion" in listed
+
+
+def test_the_machine_is_checked_where_no_source_is_given(tmp_path: Path) -> None:
+    told = json.loads(done(cli("diagnose", "--json", "--folder", tmp_path)))
+    assert told["ok"]
+    assert "disk" in [check["name"] for check in told["checks"]]
+    assert "OK       compiled" in done(cli("diagnose", cwd=tmp_path))
+    assert "no such folder" in refused(cli("diagnose", "--folder", tmp_path / "nothing"), 2)
 
 
 @pytest.fixture
