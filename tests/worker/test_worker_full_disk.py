@@ -84,7 +84,7 @@ def check_that_it_goes_on(cache: Cache, disk: Path, worker: cs.Worker) -> None:
 def test_processes_that_are_killed_while_the_disk_is_full_are_replaced(
     cache: Cache, small_disk: Path
 ) -> None:
-    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    source = Numbers(None, nbytes=20_000, pause_s=0.02)
     with cs.start_worker(cache, source, num_workers=2) as worker:
         cache.wait(20, DEADLINE_S)
         pids = sampling_pids(cache)
@@ -114,7 +114,7 @@ def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Pat
     rows = np.zeros(BLOCK // ROW.itemsize - 1, ROW)  # the next but one needs another block
     rows["time_s"] = np.linspace(time.time() - 100.0, time.time() - 10.0, len(rows))
     Path(cache.directory.worker_file("history")).write_bytes(rows.tobytes())
-    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    source = Numbers(None, nbytes=20_000, pause_s=0.02)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         cache.wait(20, DEADLINE_S)
         wait_for_refusal(cache, small_disk, worker)
