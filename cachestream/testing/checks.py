@@ -20,14 +20,18 @@ from cachestream.errors import CacheStreamError, SampleError, WorkerError
 from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.storage.cache import Cache
 from cachestream.testing.observing import (
+    CheckedSource,
     NumberedSource,
+    Samples,
     cached_keys,
+    expect,
     fingerprint_elsewhere,
     is_source,
+    is_text,
     open_files,
+    rng_of,
     threads,
 )
-from cachestream.testing.reading import CheckedSource, Samples, expect, is_text, rng_of
 from cachestream.worker.sampling.encode import to_record, to_table
 from cachestream.worker.worker import start_worker
 

@@ -30,8 +30,8 @@ from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
+    from cachestream.training.batches.mapped_shards import SampleLocations
     from cachestream.training.batches.memory import BufferPool
-    from cachestream.training.batches.sample_locations import SampleLocations
     from cachestream.training.batches.transfer import BatchTransform, Transfer
     from cachestream.training.schedule import Schedule
     from cachestream.training.segment import Segment

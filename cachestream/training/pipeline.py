@@ -21,8 +21,8 @@ import numpy as np
 from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
 from cachestream.training.batch_producer import use_one_torch_thread
+from cachestream.training.batches.mapped_shards import LocationsAhead
 from cachestream.training.batches.prefetcher import check_process
-from cachestream.training.batches.sample_locations import LocationsAhead
 from cachestream.training.ranks import find_job, warn_if_early
 from cachestream.training.rendezvous import Cancelled
 

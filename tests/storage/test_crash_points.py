@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cachestream.schema import Span
+from cachestream.storage import cache as cache_module
 from cachestream.storage import publish as publish_module
-from cachestream.storage import space
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.publish import Publisher, UnitProgress
@@ -171,7 +171,7 @@ def check_counts(cache: Cache) -> None:
 
 
 def test_lowering_the_limit(template: Path, fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "_WRITERS_TIMEOUT_S", 0.1)  # nobody writes
+    monkeypatch.setattr(cache_module, "_WRITERS_TIMEOUT_S", 0.1)  # nobody writes
     size_limit = 1_100_000
 
     def lower(cache: Cache, line: Line) -> None:

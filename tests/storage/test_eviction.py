@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.schema import ShardRow
-from cachestream.storage import space
+from cachestream.storage import cache as cache_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import check_policy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.locks import lock_file
@@ -206,7 +206,7 @@ def test_lowering_the_limit_waits_for_what_is_being_written(
     fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes promised under the old limit would otherwise exceed the new one."""
-    monkeypatch.setattr(space, "_WRITERS_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(cache_module, "_WRITERS_TIMEOUT_S", DEADLINE_S)
     with new_cache(fast_path / "cache", "4MB") as cache:
         assert publish(cache, content(0, 2, 1_000_000)) is not None
         owner = Owner(cache.directory, "writer")

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.schema import ShardRow, Snapshot
-from cachestream.storage import space
+from cachestream.storage import cache as cache_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import BLOCK_BYTES
 from cachestream.storage.leases import Lease
@@ -270,7 +270,7 @@ def run(examples: int, steps: int) -> None:
     machine_test: Any = run_state_machine_as_test  # has no types in the release for Python 3.10
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            space, "_WRITERS_TIMEOUT_S", 0.0
+            cache_module, "_WRITERS_TIMEOUT_S", 0.0
         )  # those who write here go on only when they are told to
         machine_test(
             CacheMachine,

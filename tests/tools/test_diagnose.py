@@ -28,8 +28,7 @@ from cachestream.sources.files import FileSource
 from cachestream.tools.diagnose import diagnose as diagnosis
 from cachestream.tools.diagnose import probe
 from cachestream.tools.diagnose.diagnose import diagnose
-from cachestream.tools.diagnose.findings import Findings
-from cachestream.tools.diagnose.stages import Measurement, Stages, Throughput, judge
+from cachestream.tools.diagnose.stages import Findings, Measurement, Stages, Throughput, judge
 from cachestream.transport import metering
 from tests.support.forked import run_forked
 from tests.support.proxy import FaultyProxy

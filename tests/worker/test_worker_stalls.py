@@ -13,8 +13,7 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.unit_reader import LONGEST_PAUSE_S, UnitReader
-from cachestream.worker.sampling.units import Stall, Unit, UnitRead
+from cachestream.worker.sampling.unit_reader import LONGEST_PAUSE_S, Stall, Unit, UnitRead, UnitReader
 from tests.support.unruly import run_unruly_server
 from tests.worker.sources import Mute
 from tests.worker.support import DEADLINE_S, failures_of, only_once, sampling_pids, wait_until

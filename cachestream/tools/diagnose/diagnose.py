@@ -27,9 +27,8 @@ from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.storage.telemetry import PROCESSES_AT_MOST
 from cachestream.tools.bench import measure_loader
-from cachestream.tools.diagnose.findings import Findings
 from cachestream.tools.diagnose.probe import SHARD_BYTES, Probe, Transform
-from cachestream.tools.diagnose.stages import Measurement, Stages, Throughput, judge
+from cachestream.tools.diagnose.stages import Findings, Measurement, Stages, Throughput, judge
 from cachestream.training.batches.transfer import has_cuda
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.sampling.packer import Packer

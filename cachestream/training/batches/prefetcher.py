@@ -29,8 +29,8 @@ from cachestream.training.batches.transfer import Staged, Transfer
 
 if TYPE_CHECKING:
     from cachestream.training.batches._gather import Queue
+    from cachestream.training.batches.mapped_shards import SampleLocations
     from cachestream.training.batches.readahead import ReadAhead
-    from cachestream.training.batches.sample_locations import SampleLocations
     from cachestream.training.segment import Segment
 
 

@@ -19,7 +19,7 @@ from typing import Final
 from cachestream.storage.telemetry import FLIGHTS, Slot
 from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.units import Stall, UnitRead, UnitState
+from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitState
 
 FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came whole
 TURN_S: Final = 0.3

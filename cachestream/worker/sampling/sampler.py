@@ -36,8 +36,7 @@ from cachestream.worker.sampling.cached_units import KnownOrders
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
 from cachestream.worker.sampling.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
-from cachestream.worker.sampling.unit_reader import UnitReader
-from cachestream.worker.sampling.units import Unit, UnitRead
+from cachestream.worker.sampling.unit_reader import Unit, UnitRead, UnitReader
 
 BUFFER_BYTES: Final = 64 * 2**20
 QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of

@@ -30,8 +30,7 @@ from cachestream.worker.sampling.packer import (
     majority,
 )
 from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
-from cachestream.worker.sampling.unit_reader import sample_generator
-from cachestream.worker.sampling.units import Unit, UnitRead
+from cachestream.worker.sampling.unit_reader import Unit, UnitRead, sample_generator
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from cachestream.permutation import Permutation
 from cachestream.schema import IntArray, Schema, Snapshot
-from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.batches.sample_locations import LocationsAhead, find_locations
+from cachestream.training.batches.mapped_shards import EpochMaps, LocationsAhead, find_locations
 from cachestream.training.plan import Plan, SampleOrder, ShuffledOrder, count_batches
 from cachestream.training.rendezvous import Cancelled
 from tests.training.plans import batch_positions

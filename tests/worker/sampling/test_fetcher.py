@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cachestream.worker.order import END
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.fetcher import Fetcher
-from cachestream.worker.sampling.units import Stall, Unit, UnitRead, UnitState
+from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitState
 from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0
