@@ -182,6 +182,19 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("first_sample_s", "first sample", "s"),
         ),
     ),
+    "plan": Benchmark(
+        "A forecast beside its run",
+        "`cachestream plan` for a cache of a quarter of 4,000 arrays that turns over, beside a run of 60 s: the longer time to the shorter.",
+        (
+            Figure("full_ratio", "time until the cache is full", target=1.1, at_most=True),
+            Figure(
+                "half_seen_ratio", "time until half of the remote was trained on", target=1.1, at_most=True
+            ),
+            Figure("most_seen_ratio", "time until 95 % was", target=1.1, at_most=True),
+            Figure("waiting_percent", "waiting of the trainer in the run", "%"),
+            Figure("waiting_forecast_percent", "waiting in the forecast", "%"),
+        ),
+    ),
     "listing": Benchmark(
         "A bucket that was never listed",
         "`cs.stream` over a folder of 20,000 objects on an S3 server that lists some thousand names a second, torch loaded.",

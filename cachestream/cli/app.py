@@ -43,7 +43,7 @@ from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import read_history
-from cachestream.tools.plots import plot_growth
+from cachestream.tools.plots import plot_forecast, plot_growth
 from cachestream.transport.remote_errors import redact
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
@@ -377,6 +377,70 @@ def diagnose(
         redact(source), opener, function, **limits, on_progress=display.say
     )
     display.show(found, as_json=json)
+
+
+@app.command()
+def plan(
+    source: SourceArgument,
+    *,
+    size_limit: Annotated[str, typer.Option(help='The limit of the cache, such as "200GB".')],
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch, of all ranks together.")],
+    step_time: Annotated[float, typer.Option(min=1e-6, help="Seconds that the model takes for a batch.")],
+    days: Annotated[float, typer.Option(min=1e-6, help="How long to train.")] = 1.0,
+    bandwidth: Annotated[
+        str | None, typer.Option(help='The most that the network brings a second, such as "300MB".')
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples of the remote, if SOURCE does not tell.")
+    ] = None,
+    turnover: Annotated[float, typer.Option(min=0, max=1, help="As for the loader.")] = 0.25,
+    min_samples: Annotated[int, typer.Option(min=0, help="As for the loader.")] = 0,
+    price_per_gb: Annotated[
+        float | None, typer.Option(min=0, help="Of what is fetched, in your currency.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw the forecast: a .png, .svg or .pdf.")
+    ] = None,
+    transform: TransformOption = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to read SOURCE.")] = 5.0,
+    workers: WorkersOption = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Forecast a training over SOURCE before it runs.
+
+    Reads SOURCE for some seconds, and simulates the run: when the first batch comes, how epochs grow, when the
+    cache is full and all has been seen, what is fetched and what it costs, and what would be better.
+    """
+    function = None if transform is None else load(transform, "--transform")
+    named = {"format": format, "resize": resize, "crop": crop}
+    opener = functools.partial(source_of, source, source_option, storage_option, **named)
+    limit, link = parse_size(size_limit, "--size-limit"), None
+    if bandwidth is not None:
+        link = parse_size(bandwidth, "--bandwidth")
+    diagnosed = _import_late("tools.diagnose.diagnose").diagnose(
+        redact(source), opener, function, seconds=seconds, workers=workers, on_progress=display.say
+    )
+    planning = _import_late("tools.plan")
+    setup = planning.setup_of(
+        diagnosed.stages,
+        num_samples=samples,
+        bandwidth_bytes_per_s=link,
+        size_limit=limit,
+        batch_size=batch_size,
+        step_s=step_time,
+        duration_s=86_400 * days,
+        turnover=turnover,
+        min_samples=min_samples,
+    )
+    planned = planning.Plan.of(setup, diagnosed.stages, price_per_gb)
+    display.show(planned, as_json=json)
+    if output is not None:
+        plot_forecast(planned.forecast, output, redact(source))
 
 
 @app.command()

@@ -14,7 +14,14 @@ import numpy as np
 
 from cachestream.errors import CacheError, CorruptShardError, NotEnoughSamplesError
 from cachestream.schema import IntArray, Schema, Snapshot, Split
-from cachestream.storage.eviction import PassProgress, Room, bytes_to_leave, chosen_by, leave_out
+from cachestream.storage.eviction import (
+    PassProgress,
+    Room,
+    add_what_was_left,
+    bytes_to_leave,
+    chosen_by,
+    leave_out,
+)
 from cachestream.storage.filling import WAITS, fill_state, phase_now
 from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
@@ -188,17 +195,14 @@ def _shards_to_leave(
     is_free = leased.holders(ids) == 0
     order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
     ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
-    leave_bytes = surplus_bytes
+    share_bytes = 0
     if turns_over:
         share_bytes = _turnover_bytes(tables, room, request.turnover, int(sizes.max(initial=0)))
-        leave_bytes += share_bytes
         is_whole = request.epoch_size is None or request.epoch_size >= int(counts.sum())
         if share_bytes and _note_waits(tables) and is_whole:
-            # At most one share: short epochs would leave out shards faster than the filling replaces them.
-            replaced_bytes = sum(tables.reserved_bytes())
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
-            leave_bytes += max(0, min(left_bytes, share_bytes - replaced_bytes))
-    return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples)
+            share_bytes = add_what_was_left(share_bytes, left_bytes, sum(tables.reserved_bytes()))
+    return leave_out(ids, sizes, uses, counts, surplus_bytes + share_bytes, request.min_samples)
 
 
 def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:

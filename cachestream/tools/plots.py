@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cachestream.tools.plan import Forecast
 
 # Okabe and Ito's palette, for people with colour blindness, too.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#888888"
@@ -55,6 +58,35 @@ def plot_growth(
         axes.spines[["top", "right"]].set_visible(False)
         # Where a growing cache leaves room.
         axes.legend(loc="lower right" if axes is panels[0] else "upper left", framealpha=0.9)
+    _save(figure, path)
+
+
+def plot_forecast(forecast: Forecast, path: str | os.PathLike[str], title: str) -> None:
+    """Draw a forecast of `cachestream plan` into the file at `path`: the samples of each epoch, and those of
+    the remote that have been seen. Raises ConfigError as `plot_growth`.
+    """
+    if not forecast.epochs:
+        raise ConfigError("nothing to draw: no epoch begins in the time that is planned")
+    figure = _figure_class()(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
+    seconds, unit, _ = _time_axis(np.array([epoch.at_s for epoch in forecast.epochs]))
+    factor, thousands = _scale(float(forecast.setup.num_samples), ("", "thousand", "million", "billion"))
+    for label, color, values in (
+        ("in the epoch that begins", _BLUE, [epoch.samples for epoch in forecast.epochs]),
+        ("of the remote, trained on by its end", _GREEN, [epoch.seen for epoch in forecast.epochs]),
+    ):
+        axes.step(seconds, np.array(values) / factor, where="post", color=color, label=label)
+    axes.axhline(forecast.setup.num_samples / factor, color=_GREY, linestyle="--", label="on the remote")
+    axes.set(xlabel=f"time ({unit})", ylabel=f"samples ({thousands})" if thousands else "samples")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:

@@ -287,7 +287,7 @@ def test_the_loader_is_measured_with_the_users_work_on_batches_and_shown_in_eigh
 
 def test_every_command_explains_itself_and_the_version_is_shown() -> None:
     commands = ["worker", "stop", "status", "limit", "evict", "clear", "verify", "refetch", "plot", "bench"]
-    commands += ["diagnose", "demo"]
+    commands += ["diagnose", "plan", "demo"]
     listed = done(cli("--help"))
     for command in commands:
         assert f"  {command}" in listed
@@ -298,6 +298,21 @@ def test_every_command_explains_itself_and_the_version_is_shown() -> None:
         "torch",
     ]
     assert "--install-completion" in listed
+
+
+def test_a_run_is_planned_from_a_look_at_the_source(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(300):
+        (tmp_path / "data" / f"{number}.bin").write_bytes(bytes(20_000))
+    run = ["plan", tmp_path / "data", "--size-limit", "20MB", "--batch-size", "32", "--step-time", "0.01"]
+    run += ["--days", "0.01", "--bandwidth", "4MB", "--seconds", "0.3", "--price-per-gb", "0.1"]
+    told = json.loads(done(cli(*run, "--json", "-o", tmp_path / "plan.svg")))
+    assert told["forecast"]["setup"]["num_samples"] == 300
+    assert told["forecast"]["setup"]["fill_per_s"] == pytest.approx(200)
+    assert told["forecast"]["seen_share"] == 1.0
+    assert told["price"] == pytest.approx(300 * 20_000 / 1e9 * 0.1)
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    assert "a batch takes" in refused(cli(*run, "--size-limit", "300kB"), 2)
 
 
 def test_the_machine_is_checked_where_no_source_is_given(tmp_path: Path) -> None:

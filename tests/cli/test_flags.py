@@ -31,6 +31,9 @@ def test_an_option_has_its_flags_name_in_the_environment(
     monkeypatch.setenv(variable, "1")
     command, before = GROUP.commands[name], GROUP.make_context("cachestream", [name])
     needed = ["x" for given in command.params if given.param_type_name == "argument"]
+    for given in command.params:
+        if given.required and given.param_type_name == "option" and given.name != parameter:
+            needed += [max(given.opts, key=len), "1"]
     context = command.make_context(name, needed, parent=before)
     assert context.get_parameter_source(parameter).name == "ENVIRONMENT"
     assert variable in "".join(command.get_help(context).split())

@@ -73,9 +73,8 @@ FIGURES: Final = {
     "disk": replace(EVEN, written=Throughput(100, 15_000_000, 10.0)),
     "transfer": replace(EVEN, delivered=Throughput(100, 15_000_000, 10.0), device="cuda"),
 }
-NOTHING: Final = Measurement(
-    1, 1, 0, 0.0001, 1.0, *[dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)] * 2
-)
+NO_TIME: Final = dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)
+NOTHING: Final = Measurement(1, 1, 0, 0.0001, 1.0, NO_TIME, NO_TIME)
 ODD: Final = {
     "nothing but a function": replace(
         EVEN, num_units=None, has_transform=False, alone=NOTHING, together=NOTHING

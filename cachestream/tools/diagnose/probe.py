@@ -126,7 +126,7 @@ class Probe:
                 now_s, now_busy_s = _now()
                 busy_cores = (now_busy_s - busy_s) / (now_s - begun_s)
                 came = reads, tally.num_samples, tally.fetched_bytes, now_s - begun_s, busy_cores
-                return Measurement(*came, dict(tally.wall_s), dict(tally.cpu_s))
+                return Measurement(*came, dict(tally.wall_s), dict(tally.cpu_s), tally.units)
         finally:
             stop.set()
             _join(threads, LEAVE_S)

@@ -32,7 +32,7 @@ class Measurement:
 
     `fetched_bytes`: 0 where the source does not report bytes. `busy_cores`: the cores that this process used.
     `wall_s` and `cpu_s`: by stage ("read", "decode", "transform", "pack"), the time of all samples, and the
-    processor's part of it, which has a meaning for a single read only.
+    processor's part of it, which has a meaning for a single read only. `units`: those that were read whole.
     """
 
     reads: int
@@ -42,6 +42,7 @@ class Measurement:
     busy_cores: float
     wall_s: dict[str, float]
     cpu_s: dict[str, float]
+    units: int = 0
 
 
 @dataclass(frozen=True, slots=True)
