@@ -327,6 +327,9 @@ class Cache:
             f"{format_size(self.size_limit)}, {self.reservations.leases.count()} leases>"
         )
 
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_()
+
 
 def enforce_limit(cache: Cache, slack_bytes: int = 0) -> int:
     """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.

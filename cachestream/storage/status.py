@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
+from cachestream.repr_html import table
 from cachestream.storage.filling import fill_state, phase_now
 from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
@@ -111,6 +112,20 @@ class CacheStatus:
             f"{self.num_samples} samples in {self.num_shards} shards, {format_size(self.size_bytes)} of "
             f"{format_size(self.size_limit)}, {self.fill_state}{done}"
         )
+
+    def _repr_html_(self) -> str:
+        done = "" if self.pass_done is None else f", pass {self.pass_number}: {self.pass_done:.0%}"
+        rows = {
+            "samples": f"{self.num_samples} in {self.num_shards} shards",
+            "size": f"{format_size(self.size_bytes)} of {format_size(self.size_limit)}",
+            "filling": f"{self.fill_state}{done}",
+            "message": self.fill_message or self.disk_message or self.remote_message,
+            "worker": None if self.worker is None else f"pid {self.worker.pid}",
+            "evicted": f"{self.evicted_samples} samples ({self.eviction})",
+            "leases": self.leases,
+            "source": self.source,
+        }
+        return table(f"Cache {self.path}", rows, self.size_bytes / max(self.size_limit, 1))
 
 
 def describe_skipped(failures: Sequence[FailureRow]) -> str:

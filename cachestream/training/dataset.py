@@ -18,6 +18,7 @@ import torch
 import torch.utils.data
 
 from cachestream.errors import EpochError
+from cachestream.repr_html import table
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.training.batches.collate import as_samples, to_container
@@ -171,6 +172,11 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
         return f"<EpochDataset {state}{len(self)} samples in {self.snapshot.num_shards} shards>"
+
+    def _repr_html_(self) -> str:
+        found, state = self.snapshot, "closed" if self._closed else "open"
+        rows = {"samples": len(self), "shards": found.num_shards, "schema": found.schema, "state": state}
+        return table("EpochDataset", rows)
 
 
 def _is_one_number(index: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
+from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
 from cachestream.training.batch_producer import BatchProducer
 from cachestream.training.batches.prefetcher import Prefetcher
@@ -294,6 +295,15 @@ class EpochLoader:
         return (
             f"<EpochLoader epoch {self.epoch}{running}, batch_size {self.batch_size}, of {self.cache.path}>"
         )
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "epoch": self.epoch,
+            "batches of it": self.batches_done,
+            "batch size": self.batch_size,
+            "cache": self.cache.path,
+        }
+        return table("EpochLoader", rows) + self.stats._repr_html_()
 
 
 class _Batches(Iterator[Any]):

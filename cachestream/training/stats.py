@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from cachestream.repr_html import table
 from cachestream.schema import IntArray, Snapshot
 
 _NONE: Final = np.empty(0, np.int64)
@@ -40,6 +41,17 @@ class LoaderStats:
     samples_per_s: float
     reuse_factor: float
     prepare_s: float
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "drawn from": f"{self.epoch_samples} samples in {self.shards} shards",
+            "delivered": f"{self.samples} samples in {self.batches} batches",
+            "skipped": self.skipped,
+            "rate": f"{self.samples_per_s:.0f} samples/s",
+            "waiting": f"{self.wait_share:.1%}, in this epoch {self.epoch_wait_share:.1%}",
+            "reuse": f"{self.reuse_factor:.2f} times",
+        }
+        return table(f"Loader, epoch {self.epoch}", rows)
 
 
 class Reuse:
