@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,11 @@ LISTED: Final = {
     "decisions/README.md": sorted(
         f"decisions/{page.name}" for page in (ROOT / "docs" / "decisions").glob("[0-9]*.md")
     ),
-    "examples/index.md": sorted(f"examples/{script.stem}.md" for script in (ROOT / "examples").glob("*.py")),
+    "examples/index.md": sorted(
+        f"examples/{script.stem}.md"
+        for script in (ROOT / "examples").iterdir()
+        if script.suffix in {".py", ".ipynb"}
+    ),
 }
 ORIGINS: Final = {page: origin for origin, page in PUBLISHED.items() if page != "index.md"}
 FENCE: Final = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -62,6 +67,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for script in sorted((ROOT / "examples").glob("*.py")):
         text = f"---\nhide: [toc]\n---\n\n# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        files.append(File.generated(config, f"examples/{notebook.stem}.md", content=cells_of(notebook)))
     return files
 
 
@@ -89,6 +96,13 @@ def on_post_build(config: MkDocsConfig) -> None:
         target = Path(config.site_dir, path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+
+
+def cells_of(notebook: Path) -> str:
+    """The cells of a notebook as Markdown."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts) + "\n"
 
 
 # --- The navigation ---------------------------------------------------------------------------------------
@@ -136,8 +150,8 @@ def published_as(target: str) -> str | None:
         return PUBLISHED[target]
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
-    if re.fullmatch(r"examples/\w+\.py", target):
-        return target.removesuffix(".py") + ".md"
+    if re.fullmatch(r"examples/\w+\.(py|ipynb)", target):
+        return target.rpartition(".")[0] + ".md"
     return "examples/index.md" if target == "examples" else None
 
 

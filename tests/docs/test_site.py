@@ -95,6 +95,7 @@ def test_the_citation_names_the_version() -> None:
         ("guide/cache.md", "[a](epochs.md#ddp)", "[a](epochs.md#ddp)"),
         ("guide/cache.md", "[a](../../benchmarks/RESULTS.md#b)", "[a](../results.md#b)"),
         ("guide/sources/files.md", "[a](../../../examples/windows.py)", "[a](../../examples/windows.md)"),
+        ("examples/index.md", "[a](photographs.ipynb)", "[a](photographs.md)"),
         ("results.md", "![a](../docs/waste.png)", "![a](waste.png)"),
         ("results.md", "[records](results)", "records"),
         ("examples/index.md", "[a](../docs/guide/peers.md)", "[a](../guide/peers.md)"),
@@ -126,6 +127,12 @@ def test_the_page_of_the_command_line_has_every_command(hooks: ModuleType) -> No
     assert {"worker", "status", "verify", "diagnose"} <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
     assert "--size-limit" in text
     assert "CACHESTREAM_WORKER" not in text
+
+
+def test_a_notebook_becomes_a_page_of_its_cells(hooks: ModuleType) -> None:
+    text = hooks.cells_of(ROOT / "examples" / "photographs.ipynb")
+    assert text.startswith("# Photographs from a bucket\n\nFill a cache")
+    assert "\n\n```python\nloader.cache\n```\n\n" in text
 
 
 def test_the_navigation_gets_the_decisions_and_the_examples(hooks: ModuleType) -> None:
