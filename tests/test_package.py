@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import pickle
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +24,7 @@ import cachestream
 from cachestream import errors
 
 ROOT: Final = Path(__file__).parents[1]
+TOOLS: Final = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 ERROR_CLASSES: Final = [getattr(errors, name) for name in errors.__all__]
 CONTRACT: Final = {
     *errors.__all__,
@@ -193,6 +196,8 @@ def test_the_source_distribution_holds_what_a_build_takes_and_nothing_that_one_h
         *("pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "PKG-INFO"),
         *("README.md", "CHANGELOG.md", "LICENSE"),
     }
+    assert "cachestream/training/batches/_gather.c" in names
+    assert sdist.stat().st_size < 2_000_000
 
 
 def test_the_wheel_holds_the_package_with_its_types_and_nothing_else(wheel: Path) -> None:
@@ -217,6 +222,40 @@ def test_a_wheel_with_the_part_in_c_is_for_every_python_from_3_10_on_this_kind_o
     assert binaries == ["cachestream/training/batches/_gather.abi3.so"]
 
 
+@pytest.fixture(scope="module")
+def repaired(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as a release publishes it: auditwheel has checked which symbols of the C library it asks for."""
+    if (
+        not can_compile()
+        or importlib.util.find_spec("auditwheel") is None
+        or shutil.which("patchelf", path=TOOLS) is None
+    ):
+        pytest.skip("needs a C compiler, auditwheel and patchelf")
+    into = tmp_path_factory.mktemp("repaired")
+    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(into), str(wheel)]
+    environment = {**os.environ, "PATH": TOOLS}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = into.glob("cachestream-*.whl")
+    return found
+
+
+def test_a_repaired_wheel_is_for_every_common_linux_and_carries_no_library(repaired: Path) -> None:
+    _, _, python, abi, platforms = repaired.stem.split("-", 4)
+    assert (python, abi) == ("cp310", "abi3")
+    assert all(re.fullmatch(r"(many|musl)linux(_\d+_\d+|\d+)_\w+", tag) for tag in platforms.split("."))
+    names = zipfile.ZipFile(repaired).namelist()
+    assert [name for name in names if ".so" in name] == ["cachestream/training/batches/_gather.abi3.so"]
+
+
+def test_the_wheels_of_a_release_are_made_for_every_common_linux_and_both_kinds_of_machine() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.cibuildwheel]\n")[2]
+    lines = dict(line.split(" = ", 1) for line in text.partition("\n\n")[0].splitlines())
+    assert lines["build"] == '["cp310-manylinux_*", "cp310-musllinux_*"]'
+    assert lines["archs"] == '["x86_64", "aarch64"]'
+    assert 'requires-python = ">=3.10"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
     tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
@@ -235,8 +274,12 @@ def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
     assert Path(where).is_relative_to(tmp_path)
 
 
-def test_the_wheel_works_from_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["wheel", "repaired"])
+def test_the_wheel_works_from_a_bare_environment(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Dependencies are taken from this environment (its editable install of us is not)."""
+    wheel: Path = request.getfixturevalue(kind)
     home = tmp_path / "venv"
     venv.create(home, with_pip=False, symlinks=True)
     python = str(home / "bin" / "python")
