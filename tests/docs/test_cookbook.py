@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -93,6 +94,21 @@ def test_what_a_container_mounts_is_a_volume_of_its_pod(manifest: Any) -> None:
     assert mounted == {volume["name"] for volume in volumes}
 
 
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        ("lightning.md", "lightning_ddp"),
+        ("accelerate.md", "accelerate_loop"),
+        ("hf-trainer.md", "hf_trainer"),
+        ("ray.md", "ray_train"),
+        ("ray.md", "mp_spawn"),
+    ],
+)
+def test_the_page_of_a_framework_leads_to_an_example_that_the_tests_run(page: str, example: str) -> None:
+    assert f"](../../examples/{example}.py)" in (COOKBOOK / page).read_text(encoding="utf-8")
+    assert f'run("{example}", ' in (ROOT / "tests/examples/test_frameworks.py").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
@@ -158,19 +174,21 @@ def test_the_script_for_slurm_goes_back_into_the_queue_and_on_from_its_checkpoin
         if re.match(r"epoch \d", line):
             break
     for pid in processes_of(job):
-        if Path(f"/proc/{pid}/comm").read_text().strip() not in ("bash", "srun"):
-            os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text().strip() not in ("bash", "srun"):
+                os.kill(pid, signal.SIGTERM)
     printed, _ = first.communicate(timeout=120)
     assert first.returncode == AGAIN, printed
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
-    interrupted = [int(number) for number in re.findall(r"^epoch (\d+): interrupted", printed, re.MULTILINE)]
+    interrupted = re.findall(r"^epoch (\d+): interrupted after (\d+) steps", printed, re.MULTILINE)
     assert len(interrupted) == 2
-    assert len(set(interrupted)) == 1  # the same epoch, and by the count of its steps the same step
+    assert len(set(interrupted)) == 1  # both ranks after the same step
+    epoch = interrupted[0][0]
 
-    second = start(interrupted[0] + 2)
+    second = start(int(epoch) + 2)
     printed, _ = second.communicate(timeout=240)
     assert second.returncode == 0, printed
-    assert re.findall(r"^epoch (\d+): \d+ samples", printed, re.MULTILINE)[0] == str(interrupted[0])
+    assert re.findall(r"^epoch (\d+): \d+ samples", printed, re.MULTILINE)[0] == epoch
     deadline = time.monotonic() + 20
     while processes_of(job) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -132,6 +133,7 @@ def test_the_example_for_multiprocessing_spawn_trains_two_processes(
 
 @pytest.mark.slow  # Ray takes half a minute to start, and as long to end
 @pytest.mark.timeout(300)
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 def test_the_example_for_ray_trains_two_workers(remote: Path, run: Run, tmp_path: Path) -> None:
     printed = run("ray_train", remote / "train", "cache", "--epochs", "3", timeout_s=280)
     assert [number for number, _ in epochs(printed)] == [2]
