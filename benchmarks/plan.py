@@ -14,7 +14,7 @@ import numpy as np
 
 import cachestream as cs
 from benchmarks.measure import emit, scratch
-from cachestream.tools.plan import Setup, simulate
+from cachestream.tools.forecast import Setup, simulate
 
 SAMPLES = 4000
 SAMPLE_BYTES = 20_000

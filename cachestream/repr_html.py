@@ -7,13 +7,13 @@ from html import escape
 from typing import Final
 
 _BAR: Final = (
-    '<div role="img" aria-label="{percent}" title="{percent}" style="width:20em;max-width:100%;height:.6em;margin:.4em 0;'
-    'border:1px solid currentColor;border-radius:.3em;overflow:hidden">'
+    '<div role="img" aria-label="{percent}" title="{percent}" style="width:20em;max-width:100%;height:.6em;'
+    'margin:.4em 0;border:1px solid currentColor;border-radius:.3em;overflow:hidden">'
     '<div style="width:{percent};height:100%;background:currentColor;opacity:.6"></div></div>'
 )
 _ROW: Final = (
-    '<tr style="background:none"><th scope="row" style="text-align:left;font-weight:normal;opacity:.75;padding:.1em 1em .1em 0">'
-    '{}</th><td style="text-align:left;padding:.1em 0">{}</td></tr>'
+    '<tr style="background:none"><th scope="row" style="text-align:left;font-weight:normal;opacity:.75;'
+    'padding:.1em 1em .1em 0">{}</th><td style="text-align:left;padding:.1em 0">{}</td></tr>'
 )
 
 
@@ -26,6 +26,6 @@ def table(title: str, rows: Mapping[str, object], share: float | None = None) ->
     shown = {name: value for name, value in rows.items() if value is not None and value != ""}
     body = "".join(_ROW.format(escape(name), escape(str(value))) for name, value in shown.items())
     return (
-        f'<div style="margin:.4em 0"><strong>{escape(title)}</strong>{bar}<table style="margin:0;border:none;border-collapse:collapse">'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div style="margin:.4em 0"><strong>{escape(title)}</strong>{bar}'
+        f'<table style="margin:0;border:none;border-collapse:collapse"><tbody>{body}</tbody></table></div>'
     )

@@ -359,8 +359,8 @@ def diagnose(
 ) -> None:
     """Find what holds up filling a cache from SOURCE, or check this machine.
 
-    With SOURCE the time of every stage, and the verdict; without it what a cache needs of the machine. Needs no
-    cache, and leaves nothing behind.
+    With SOURCE the time of every stage, and the verdict; without it what a cache needs of the machine. Needs
+    no cache, and leaves nothing behind.
     """
     if source is None:
         machine = _import_late("tools.diagnose.machine")
@@ -413,8 +413,8 @@ def plan(
 ) -> None:
     """Forecast a training over SOURCE before it runs.
 
-    Reads SOURCE for some seconds, and simulates the run: when the first batch comes, how epochs grow, when the
-    cache is full and all has been seen, what is fetched and what it costs, and what would be better.
+    Reads SOURCE for some seconds, and simulates the run: when the first batch comes, how epochs grow, when
+    the cache is full and all has been seen, what is fetched and what it costs, and what would be better.
     """
     function = None if transform is None else load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
@@ -425,7 +425,7 @@ def plan(
     diagnosed = _import_late("tools.diagnose.diagnose").diagnose(
         redact(source), opener, function, seconds=seconds, workers=workers, on_progress=display.say
     )
-    planning = _import_late("tools.plan")
+    planning = _import_late("tools.forecast")
     setup = planning.setup_of(
         diagnosed.stages,
         num_samples=samples,

@@ -1,5 +1,6 @@
-"""Observations of the checks: threads, files, another process, the contents of a cache, and the samples that a
-source gives: what breaks the protocol raises an AssertionError that says how.
+"""Observations of the checks: threads, files, another process, the contents of a cache, and what a source gives.
+
+What breaks the protocol raises an AssertionError that says how.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cachestream.tools.plan import Forecast
+    from cachestream.tools.forecast import Forecast
 
 # Okabe and Ito's palette, for people with colour blindness, too.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#888888"

@@ -88,8 +88,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """An epoch that begins at `at_s`, over `samples` samples; `seen` of the remote have been trained on by its
-    end.
+    """An epoch that begins at `at_s`, over `samples` samples.
+
+    By its end, `seen` samples of the remote have been trained on.
     """
 
     at_s: float
@@ -101,8 +102,8 @@ class PlannedEpoch:
 class Forecast:
     """The course of a run; times in seconds from its begin, None for what does not come.
 
-    `full_s`: the cache is full for the first time. `seen_s`: all of the remote has been trained on. `uses`: how
-    often a sample that was seen is trained on, on average. `waited_s`: the trainer waits for samples.
+    `full_s`: the cache is full for the first time. `seen_s`: all of the remote has been trained on. `uses`:
+    how often a sample that was seen is trained on, on average. `waited_s`: the trainer waits for samples.
     `fetched_bytes`: the egress.
     """
 
@@ -124,14 +125,15 @@ class Forecast:
         """Labelled lines of 80 columns."""
         setup, last = self.setup, self.epochs[-1] if self.epochs else None
         first, middle = (self.epochs[place].samples if last else 0 for place in (0, len(self.epochs) // 2))
+        remote_bytes = setup.num_samples * setup.fetched_bytes
         lines = {
-            "remote": f"{setup.num_samples:,} samples, {format_size(setup.num_samples * setup.fetched_bytes)}",
+            "remote": f"{setup.num_samples:,} samples, {format_size(remote_bytes)}",
             "filling": f"{setup.fill_per_s:,.0f} samples/s, "
             f"{format_size(setup.fill_per_s * setup.fetched_bytes)}/s from the remote",
             "first batch": _when(self.first_batch_s),
             "epochs": f"{first:,} samples at first, then {middle:,}, {last.samples if last else 0:,} at last",
             "cache full": _when(self.full_s),
-            "all seen": f"{_when(self.seen_s)}; {self.seen_share:.1%} of the remote in {_when(setup.duration_s)}",
+            "all seen": f"{_when(self.seen_s)}; {self.seen_share:.1%} of it in {_when(setup.duration_s)}",
             "uses": f"{self.uses:,.1f} times each sample that was seen",
             "waiting": f"{_when(self.waited_s)}, {self.waited_s / setup.duration_s:.2%} of the time",
             "egress": format_size(self.fetched_bytes),
@@ -403,8 +405,8 @@ def _advice(forecast: Forecast, stages: Stages | None = None) -> list[str]:
     sooner = (best.seen_s or math.inf) < _BETTER * (forecast.seen_s or math.inf)
     if best.seen_share * _BETTER > forecast.seen_share or sooner:
         found.append(
-            f"turnover={turnover} would show {best.seen_share:.0%} of the remote (all: {_when(best.seen_s)}), "
-            f"for {format_size(best.fetched_bytes)} of egress"
+            f"turnover={turnover} would show {best.seen_share:.0%} of the remote "
+            f"(all: {_when(best.seen_s)}), for {format_size(best.fetched_bytes)} of egress"
         )
     if stages is not None and stages.processor_per_s <= setup.fill_per_s:
         free = stages.cores - stages.workers

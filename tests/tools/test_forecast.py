@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.storage.reservations import HEADROOM_BYTES
-from cachestream.tools.plan import Plan, Setup, simulate
+from cachestream.tools.forecast import Plan, Setup, simulate
 
 SETUP = Setup(
     num_samples=4000,
