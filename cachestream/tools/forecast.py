@@ -109,7 +109,7 @@ class Forecast:
 
     setup: Setup
     epochs: tuple[PlannedEpoch, ...]
-    first_batch_s: float
+    first_batch_s: float | None
     full_s: float | None
     seen_s: float | None
     seen_share: float
@@ -314,7 +314,7 @@ def simulate(setup: Setup) -> Forecast:
     return Forecast(
         setup,
         tuple(epochs),
-        first_batch_s=epochs[0].at_s if epochs else math.inf,
+        first_batch_s=epochs[0].at_s if epochs else None,
         full_s=cache.full_s,
         seen_s=seen_s,
         seen_share=cache.seen / setup.num_samples,

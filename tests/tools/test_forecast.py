@@ -66,12 +66,20 @@ def test_what_is_seen_grows_and_the_limit_is_held(setup: Setup) -> None:
 
 def test_a_small_cache_turns_over_until_all_is_seen() -> None:
     forecast = simulate(SETUP)
+    assert forecast.first_batch_s is not None
     assert forecast.first_batch_s < 2.0
     assert forecast.full_s is not None
     assert forecast.seen_s is not None
     assert 4.0 < forecast.full_s < 7.0, "a thousand samples, 200 a second"
     assert 20.0 < forecast.seen_s < 40.0, "four thousand"
     assert forecast.epochs[-1].samples < 1000, "a share is left out of each epoch"
+
+
+def test_a_run_that_ends_before_the_first_batch_only_waits() -> None:
+    forecast = simulate(replace(SETUP, first_s=1000.0))
+    assert (forecast.first_batch_s, forecast.seen_share, forecast.waited_s) == (None, 0.0, 600.0)
+    assert "first batch  never" in str(forecast)
+    json.loads(json.dumps(forecast.to_dict(), allow_nan=False))
 
 
 def test_without_turnover_a_full_cache_stays_as_it_is() -> None:
