@@ -43,14 +43,20 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
         (url, [url] if remote.is_local and os.path.exists(local_path(url)) else expand_braces(url))
         for url in urls
     ]
-    find = _find_local if remote.is_local else _RemoteFinder(remote).find
+    finder = None if remote.is_local else _RemoteFinder(remote)
+    find = _find_local if finder is None else finder.find
     roots: set[str] = set()
     paths: list[str] = []
     for url, alternatives in expanded:
         known = len(paths)
         for one in alternatives:
+            # After the first file no other is looked up: a range may stand for a hundred thousand.
+            if roots and finder is not None and (path := finder.file(one)):
+                roots.add(parent_of(path))
+                paths.append(path)
+                continue
             with map_errors(redact(one), secrets=remote.secrets):
-                root, found = find(one, recursive, bool(roots))
+                root, found = find(one, recursive)
             roots.add(root)
             paths.extend(found)
         if len(paths) == known:
@@ -58,7 +64,7 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
     return common_root(roots), sorted(set(paths))
 
 
-def _find_local(url: str, recursive: bool, _trusted: bool) -> tuple[str, list[str]]:
+def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
     """Return the root and the files of one URL."""
     path = local_path(url)
     if os.path.isdir(path):
@@ -80,9 +86,18 @@ class _RemoteFinder:
         self._filesystem, self._first_path = remote.open_for_listing()
         self._magic = WEB_MAGIC if remote.is_web else MAGIC
 
-    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        """Return the root and the files of one URL; a `trusted` URL of a file is not looked up."""
-        path = self._first_path if "::" in url else str(self._filesystem._strip_protocol(url))
+    def file(self, url: str) -> str:
+        """Return the path of a URL that names a file by its looks, or ""."""
+        path = self._path(url)
+        is_file = extension_of(path) and not self._remote.is_web and not self._magic.search(path)
+        return path if is_file else ""
+
+    def _path(self, url: str) -> str:
+        return self._first_path if "::" in url else str(self._filesystem._strip_protocol(url))
+
+    def find(self, url: str, recursive: bool) -> tuple[str, list[str]]:
+        """Return the root and the files of one URL."""
+        path = self._path(url)
         bare = path.partition("?")[0]
         if self._remote.is_web and not self._magic.search(bare):
             # The file is not looked up, as a signed URL may allow GET alone.
@@ -93,8 +108,6 @@ class _RemoteFinder:
         if magic is not None:
             found = self._matching(path)
             return parent_of(path if found == [path] else path[: magic.start()]), found
-        if trusted and extension_of(path):
-            return parent_of(path), [path]
         if url.endswith("/") or not path:
             return self._folder(path, recursive)
         if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
