@@ -221,7 +221,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 at_most=True,
                 missed="On two cores, which the server and its network share, three processes load modules: the caller ours and the S3 "
                 "driver, which it asks for the first object, to raise an error at once; the fork server those of sampling and the "
-                "driver again; the supervisor its own. That is about 1.3 s of a processor. The first 8 MiB then take 0.2 s on this network.",
+                "driver again; the supervisor its own. That is about 0.9 s of a processor. The first 8 MiB then take 0.2 s on this network.",
             ),
             Figure(
                 "steps",
