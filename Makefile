@@ -46,7 +46,7 @@ pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k li
 	$(BIN)/python -m pytest -n $(WORKERS) --reruns 1 $(PYTEST_ARGS)
 
 soak: $(VENV)/.ready-dev  ## the tests that take minutes, more examples of all others, and planted faults
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o faulthandler_timeout=7300 $(PYTEST_ARGS)
 
 # In a copy of the package: what is built here must not be what the other targets run with.
 SANITIZED := build/sanitized

@@ -251,7 +251,7 @@ def seed() -> int:
     return int(os.environ.get("KILLS_SEED", secrets.randbelow(10**9)))
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(500)
 def test_forty_random_kills_tear_lose_and_double_nothing(tmp_path: Path, processes: Processes) -> None:
     run(tmp_path, processes, int(os.environ.get("KILLS", "40")), seed())
 
