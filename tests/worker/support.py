@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachestream import Cache, NotEnoughSamplesError, Worker
+from cachestream import Cache, CorruptShardError, NotEnoughSamplesError, Worker
 from cachestream.listing.names import file_names, read_mark
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import Board
@@ -61,10 +61,13 @@ def in_use(cache: Cache) -> Iterator[None]:
 def keys_of(cache: Cache) -> Counter[str]:
     """The keys of all samples in published shards; checks every sample that holds `content` on the way."""
     found: Counter[str] = Counter()
-    with cache.catalogue.reading() as tables:
-        ids = sorted(tables.shard_ids())
-    for shard_id in ids:
-        shard = MappedShard(shard_path(cache.path, shard_id))
+    for shard_id in sorted(_shard_ids(cache)):
+        try:
+            shard = MappedShard(shard_path(cache.path, shard_id))
+        except CorruptShardError:
+            if shard_id in _shard_ids(cache):
+                raise
+            continue  # evicted meanwhile
         shard.verify()
         keys = shard.keys()
         if "x" in shard.columns:
@@ -75,6 +78,11 @@ def keys_of(cache: Cache) -> Counter[str]:
         found.update(keys)
         shard.close()
     return found
+
+
+def _shard_ids(cache: Cache) -> set[int]:
+    with cache.catalogue.reading() as tables:
+        return set(tables.shard_ids())
 
 
 def only_once(cache: Cache) -> set[str]:
