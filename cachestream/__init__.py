@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cachestream.sources.tfrecord import TFRecordSource
     from cachestream.storage.cache import Cache
     from cachestream.streaming import stream
+    from cachestream.tracing import trace
     from cachestream.training.batches.collate import collate
     from cachestream.training.batches.ragged import Padded
     from cachestream.training.dataset import EpochDataset
@@ -94,6 +95,7 @@ __all__ = [
     "open_source",
     "start_worker",
     "stream",
+    "trace",
 ]
 __version__ = "0.1.0"
 
@@ -125,6 +127,7 @@ _HOMES: Final[dict[str, str]] = {
     "open_source": "sources.open",
     "start_worker": "worker.worker",
     "stream": "streaming",
+    "trace": "tracing",
 }
 
 

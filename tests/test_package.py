@@ -40,7 +40,7 @@ CONTRACT: Final = {
         "mix",
     ),
     *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource"),
-    *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics"),
+    *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics", "trace"),
 }
 
 

@@ -30,8 +30,10 @@ from cachestream.cli.arguments import (
     SourceArgument,
     SourceOption,
     StorageOption,
+    TraceOption,
     TransformOption,
     WorkersOption,
+    begin_trace,
     load,
     source_of,
 )
@@ -97,6 +99,7 @@ def _open(path: str) -> Cache:
 
 @app.command()
 def worker(
+    context: typer.Context,
     source: SourceArgument,
     cache: CacheArgument,
     *,
@@ -117,6 +120,7 @@ def worker(
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
     resize: ResizeOption = None,
     crop: CropOption = None,
+    trace: TraceOption = None,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running and return.")] = False,
 ) -> None:
     """Fill CACHE from SOURCE.
@@ -124,6 +128,9 @@ def worker(
     Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it;
     with --detach in the background, until it is stopped. Started again, it goes on where it stopped.
     """
+    if detach and trace is not None:
+        raise ConfigError("--trace writes its file when the command ends: leave --detach out")
+    begin_trace(context, trace)
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     options: dict[str, Any] = {
@@ -319,12 +326,14 @@ def plot(
 
 @app.command()
 def bench(
+    context: typer.Context,
     cache: CacheArgument,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each line.")] = 5.0,
     batch_transform: Annotated[
         str | None, typer.Option(help="module:function, run on whole batches, as in training.")
     ] = None,
+    trace: TraceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Measure the loader over CACHE.
@@ -332,6 +341,7 @@ def bench(
     Alone, with your batch transform and onto the GPU, beside memcpy and the disk.
     """
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
+    begin_trace(context, trace)
     with _open(cache) as filled:
         report = _import_late("tools.bench").bench(filled, batch_size, seconds, function)
     display.show(report, as_json=json)

@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from cachestream.errors import ConfigError
 from cachestream.sources.open import open_source
+from cachestream.tracing import Trace
 
 _PIXELS: Final = re.compile(r"(\d+)(?:x(\d+))?")
 
@@ -52,6 +54,12 @@ def source_of(
     is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
     what = load(text, "SOURCE") if is_name and not os.path.exists(text) else text
     return open_source(what, **options)
+
+
+def begin_trace(context: typer.Context, path: Path | None) -> None:
+    """Trace the command from here to its end into `path`, if there is one."""
+    if path is not None:
+        context.with_resource(Trace(path))
 
 
 def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
@@ -126,4 +134,7 @@ HoldoutOption = Annotated[
     float | None, typer.Option(help="The share of the samples that is held out of training.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Write a timeline for Perfetto into this file, a .json.")
+]
 TransformOption = Annotated[str | None, typer.Option(help="module:function, run before caching.")]

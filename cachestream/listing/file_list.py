@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
+from cachestream import tracing
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.find import find_files
@@ -101,8 +102,9 @@ class FileList:
             self.remote = Remote(patterns[0], storage_options)
             more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
             self.shown = redact(patterns[0]) + more
-            first = None if first_names is None else self._first_pages(patterns, recursive, first_names)
-            self._listing = first or self._list_all(patterns, preferred, recursive)
+            with tracing.span("list"):
+                first = None if first_names is None else self._first_pages(patterns, recursive, first_names)
+                self._listing = first or self._list_all(patterns, preferred, recursive)
             self.identity = _identity(self.remote, patterns, self._wanted, recursive)
         self._secret_names: Names | None = None
         if self.remote.is_web and any("?" in name or "@" in name for name in self.names):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from cachestream import tracing
 from cachestream.config import with_generator
 from cachestream.errors import CorruptShardError
 from cachestream.permutation import mix_key
@@ -165,7 +166,8 @@ class BatchProducer:
             return read
         group = BatchGroup(segment)
         try:
-            read.copy()
+            with tracing.span("gather", batches=len(read.batches)):
+                read.copy()
             self._send(group, read)
         except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
             self._errors[group] = error
@@ -193,7 +195,12 @@ class BatchProducer:
             return None
         transform, device = self._transform, self._transfer.device
         seed = mix_key(segment.transform_key, number) & (2**63 - 1)
-        return lambda batch: transform(batch, lambda: torch.Generator(device).manual_seed(seed))
+
+        def seeded(batch: Any) -> Any:
+            with tracing.span("transform", batch=number):
+                return transform(batch, lambda: torch.Generator(device).manual_seed(seed))
+
+        return seeded
 
     def _deliver(self, group: BatchGroup) -> bool:
         """Queue a finished group; return False if it is stale. Raises the error of the batch after it."""

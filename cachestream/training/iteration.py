@@ -7,6 +7,7 @@ import warnings
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.ranks import find_job
 
@@ -193,7 +194,9 @@ class EpochIteration:
         self.group = group  # before `_enter`, whose warning may be raised as an error
         if group.segment is not self.segment:
             self._enter(group.segment)
-        return self._meter.clock() - began_s, group
+        ended_s = self._meter.clock()
+        tracing.add("wait", began_s, ended_s, epoch=self.epoch)
+        return ended_s - began_s, group
 
     def _enter(self, segment: Segment) -> None:
         """Move into `segment`, whose first batch has come."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from cachestream import tracing
 from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
 from cachestream.training.batch_producer import use_one_torch_thread
@@ -173,7 +174,8 @@ class Pipeline:
 
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
-        segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
+        with tracing.span("prepare", epoch=request.epoch):
+            segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
         wanted = False
         try:
             segment.locations = LocationsAhead(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from cachestream import tracing
 from cachestream.config import format_size
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.permutation import mix_key
@@ -125,7 +126,8 @@ class Preparer:
                 if ranks.leads:
                     warn_of_skipped(self._cache)
                 until_s, size = time.monotonic() + budget_s, self._remaining(request)
-                taken = self._snapshots.take(ranks, rounds[0], request, size, until_s, cancelled)
+                with tracing.span("snapshot"):
+                    taken = self._snapshots.take(ranks, rounds[0], request, size, until_s, cancelled)
                 undo.callback(taken.lease.release)
                 segment = self._make_segment(request, taken, cancelled)
             except Cancelled:

@@ -48,7 +48,7 @@ class Job:
     DivisibleSource. `listing`: the digest of the names of the source, or of its first `num_units` names if
     the source is `growing`. `label_names`: the names of the labels, if the source has any. `protocols`: the
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
-    that is one of this package.
+    that is one of this package. `trace`: the folder of the caller's trace, if there is one.
     """
 
     root: str
@@ -74,6 +74,7 @@ class Job:
     protocols: tuple[str, ...] = ()
     source_module: str = ""
     round_ends: tuple[int, ...] = ()
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

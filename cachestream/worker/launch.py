@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from cachestream import tracing
 from cachestream.config import SHORTEST_S, check_count, check_seconds, format_size, parse_size
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.sources.base import (
@@ -132,6 +133,7 @@ class WorkerOptions:
             source_module=module
             if (module := type(source).__module__).startswith("cachestream.sources.")
             else "",
+            trace=tracing.folder(),
             round_ends=source.round_ends if kind == "shuffle" and isinstance(source, DivisibleSource) else (),
         )
 

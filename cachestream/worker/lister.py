@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Final
 
+from cachestream import tracing
 from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.linux import name_process
 from cachestream.listing.names import read_mark
@@ -144,7 +145,9 @@ def main() -> None:
     """The main of the process: its arguments come through stdin, whose end means stop."""
     job_fd, is_next = tie_to_supervisor()
     name_process("cs-lister")
-    exit_now(exit_code(lambda: _run(load_shared(job_fd), is_next=is_next), fatal=SourceError))
+    job = load_shared(job_fd)
+    tracing.join(job.trace, "lister")
+    exit_now(exit_code(lambda: _run(job, is_next=is_next), fatal=SourceError))
 
 
 def _run(job: Job, *, is_next: bool) -> None:

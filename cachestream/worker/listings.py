@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from cachestream import tracing
 from cachestream.errors import CacheError, CacheFullError
 from cachestream.linux import move
 from cachestream.listing.names import Mark, Names, NamesWriter, StoredNames, file_names, read_mark
@@ -252,7 +253,7 @@ def store_rest(source: IncrementalSource, store: Store) -> None:
     """
     waiting: list[str] = []
     stored_s = -math.inf
-    for page in () if store.is_complete else source.more_names(store.last):
+    for page in () if store.is_complete else tracing.each("list", source.more_names(store.last)):
         metering.fetched(0)
         waiting += page.names
         if page.is_last or time.monotonic() - stored_s >= _COMMIT_S:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
+from cachestream import tracing
 from cachestream.errors import CacheFullError, CacheLockedError
 from cachestream.linux import die_with_parent
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
@@ -244,6 +245,7 @@ def exit_code(
 
 def exit_now(code: int) -> None:
     """End the process without waiting for its threads, which may hang in a dead connection."""
+    tracing.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

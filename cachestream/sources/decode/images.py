@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from cachestream import tracing
 from cachestream.config import whole_number
 from cachestream.errors import ConfigError
 from cachestream.transport import object_limit
@@ -189,7 +190,7 @@ UNCHANGED: Final = ImageOptions()
 
 def decode_image(data: Buffer, options: ImageOptions = UNCHANGED) -> Pixels:
     """Decode the first frame to uint8 `[3, H, W]` RGB, contiguous, turned upright by its EXIF orientation."""
-    with Image.open(io.BytesIO(data), formats=_formats()) as image:
+    with tracing.span("decode"), Image.open(io.BytesIO(data), formats=_formats()) as image:
         _check_pixels(image.width, image.height)
         if image.format == "TIFF":
             image.load()  # Pillow turns a TIFF upright here; the size before that depends on its version

@@ -15,6 +15,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef __x86_64__
@@ -46,6 +47,13 @@ typedef struct {
     Column columns[];
 } Task;
 
+/* The times of a task, in seconds of CLOCK_MONOTONIC, and the system's number of its thread. */
+typedef struct {
+    double began_s;
+    double ended_s;
+    long thread;
+} Span;
+
 /* Owned by the Queue object and its threads; the last owner frees it. */
 typedef struct {
     pthread_mutex_t lock;
@@ -55,6 +63,7 @@ typedef struct {
     pthread_cond_t gone; /* a thread has ended */
     Task *tasks[MOST_WAITING];
     unsigned char finished[MOST_WAITING];
+    Span *spans;        /* of the last tasks that are done; NULL while they are not timed */
     uint64_t submitted; /* number of tasks submitted, */
     uint64_t begun;     /* number of tasks begun, in order, */
     uint64_t completed; /* and the number up to which all tasks are done */
@@ -75,6 +84,13 @@ typedef struct {
 /* When the interpreter ends it frees memory that tasks use: no task of any Queue may run then. */
 static atomic_int running;
 static atomic_int exiting;
+
+static double now(void)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
+}
 
 /* --- gathering */
 
@@ -176,6 +192,7 @@ static void release(Shared *shared) /* with the lock, which is unlocked here */
     pthread_cond_destroy(&shared->done);
     pthread_cond_destroy(&shared->gone);
     pthread_mutex_destroy(&shared->lock);
+    free(shared->spans);
     free(shared);
 }
 
@@ -207,6 +224,8 @@ static void work(Shared *shared, int first)
             break;
         Task *task = NULL;
         uint64_t number = 0;
+        Span span = {0};
+        const int timed = shared->spans != NULL;
         if (has_work(shared, first)) {
             /* Before `exiting` is read: either at_exit() sees this task, or this thread sees `exiting` */
             atomic_fetch_add(&running, 1);
@@ -223,11 +242,17 @@ static void work(Shared *shared, int first)
             pthread_cond_broadcast(&shared->done);
         tell = 0;
         if (task) {
+            if (timed)
+                span = (Span){.began_s = now(), .thread = syscall(SYS_gettid)};
             run(task);
             free(task);
             atomic_fetch_sub(&running, 1);
         }
         pthread_mutex_lock(&shared->lock);
+        if (task && timed) {
+            span.ended_s = now();
+            shared->spans[number % MOST_WAITING] = span;
+        }
         if (task)
             tell = finish(shared, number);
     }
@@ -427,13 +452,6 @@ static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static double now(void)
-{
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
-}
-
 /* Without the GIL: return whether the task is done by `until`; `ended` is set if the queue is closed. */
 static int await_task(Shared *shared, uint64_t number, const struct timespec *until, int *ended)
 {
@@ -520,6 +538,29 @@ static PyObject *queue_submitted(Queue *self, PyObject *Py_UNUSED(none))
     return PyLong_FromUnsignedLongLong(submitted);
 }
 
+PyDoc_STRVAR(span_doc,
+"span(number: int) -> tuple[float, float, int] | None\n--\n\n"
+"When task `number`, which is done, began and ended, in seconds of CLOCK_MONOTONIC, and the system's number of its\n"
+"thread. None if it was not timed: the first call has all further tasks timed.");
+
+static PyObject *queue_span(Queue *self, PyObject *arg)
+{
+    Shared *shared = self->shared;
+    uint64_t number = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred() || check(shared))
+        return NULL;
+    Span span = {0};
+    pthread_mutex_lock(&shared->lock);
+    if (!shared->spans)
+        shared->spans = calloc(MOST_WAITING, sizeof *shared->spans);
+    else if (number && number <= shared->completed)
+        span = shared->spans[(number - 1) % MOST_WAITING];
+    pthread_mutex_unlock(&shared->lock);
+    if (!span.thread)
+        Py_RETURN_NONE;
+    return Py_BuildValue("ddl", span.began_s, span.ended_s, span.thread);
+}
+
 PyDoc_STRVAR(close_doc,
 "close(timeout_s: float) -> bool\n--\n\n"
 "Begin no more tasks, and wait for those that run; False when that takes longer: they still use their memory.");
@@ -551,6 +592,7 @@ static PyMethodDef queue_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))queue_wait, METH_FASTCALL, wait_doc},
     {"completed", (PyCFunction)queue_completed, METH_NOARGS, completed_doc},
     {"submitted", (PyCFunction)queue_submitted, METH_NOARGS, submitted_doc},
+    {"span", (PyCFunction)queue_span, METH_O, span_doc},
     {"close", (PyCFunction)queue_close, METH_O, close_doc},
     {NULL, NULL, 0, NULL},
 };

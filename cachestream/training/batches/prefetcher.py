@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.batches import memory
 from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
@@ -218,8 +219,12 @@ class Prefetcher:
             began_s = time.perf_counter()
             done = queue.wait(task.number, timeout_s)
             group.waited_s = time.perf_counter() - began_s
+            tracing.add("wait", began_s, began_s + group.waited_s)
             if not done:
                 return False
+        if tracing.is_on() and (span := queue.span(task.number)) is not None:
+            batches = {"batches": task.last - task.first}
+            tracing.add_of_thread("gather", *span, "gathering in C", batches)
         with self._lock:
             if not self._tasks or self._tasks[0] is not task:  # another thread has closed the loader
                 return False

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch.nested import nested_tensor_from_jagged
 
+from cachestream import tracing
 from cachestream.errors import ConfigError
 from cachestream.training.batches.memory import BufferPool
 
@@ -64,7 +65,7 @@ class CudaTransfer(Transfer):
         self._sending = threading.Lock()  # several threads send batches
 
     def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with tracing.span("transfer"), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             moved = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
             # The pinned source goes back to its pool only when the copies from it are done.
             with self._sending:

@@ -11,6 +11,7 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from cachestream import tracing
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
@@ -248,7 +249,9 @@ class BackgroundPublisher:
             self._slot["committed"] += shard.progress.done
         shard.packer.clear()
         shard.held_out.clear()
-        self._slot["publish_s"] += time.monotonic() - begun_s
+        ended_s = time.monotonic()
+        self._slot["publish_s"] += ended_s - begun_s
+        tracing.add("publish", begun_s, ended_s)
 
     def _commit(self, contents: list[ShardContent], spans: list[Span], progress: UnitProgress) -> None:
         """Publish `contents` with `progress` as soon as there is space, unless the process stops before that.
@@ -264,7 +267,9 @@ class BackgroundPublisher:
             if self._wait_for_space(begun_s + wait_s):
                 self._gave_up = True
                 return
-            self._slot["space_wait_s"] += time.monotonic() - begun_s
+            ended_s = time.monotonic()
+            self._slot["space_wait_s"] += ended_s - begun_s
+            tracing.add("wait for space", begun_s, ended_s)
             wait_s = min(longest_s, 2 * wait_s)
         self.published += bool(contents)
         self._slot["written_bytes"] += sum(content.data_bytes for content in contents)

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from cachestream import tracing
 from cachestream.errors import CacheFullError, SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.linux import name_process
 from cachestream.sources.base import as_incremental, stored_names
@@ -33,6 +34,7 @@ from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import ListingBehindError, next_claim
 from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 from cachestream.worker.sampling.cached_units import KnownOrders
+from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
 from cachestream.worker.sampling.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
@@ -96,7 +98,9 @@ class Sampler:
     def _step(self) -> None:
         begun_s = time.monotonic()
         delivery = self._fetcher.next(min(BEAT_S, self._writer.due_in_s()))
-        self._slot["fetch_wait_s"] += time.monotonic() - begun_s
+        ended_s = time.monotonic()
+        self._slot["fetch_wait_s"] += ended_s - begun_s
+        tracing.add("wait", begun_s, ended_s)
         if delivery is not None:
             self._deliver(delivery)
             self._arrived_s = time.monotonic()
@@ -214,10 +218,24 @@ class Sampler:
         for chunk in delivery.chunks:
             self._skip_refused()
             self._beat(FETCHING)
-            if not self._encoder.add(unit_read, chunk):
+            if not self._encode(unit_read, chunk):
                 return  # the process is to stop: another one will read the rest again
         if delivery.finished and not self._gave_up(unit_read):
             self._finish(unit_read)
+
+    def _encode(self, unit_read: UnitRead, chunk: SampleChunk) -> bool:
+        """Encode the samples of `chunk`; False if the process is to stop before the last of them.
+
+        A trace shows them together: first the time of their transforms, then that of packing.
+        """
+        if not tracing.is_on():
+            return self._encoder.add(unit_read, chunk)
+        begun_s, before_s = time.monotonic(), float(self._slot["transform_s"])
+        goes_on = self._encoder.add(unit_read, chunk)
+        packed_s = begun_s + float(self._slot["transform_s"]) - before_s
+        tracing.add("transform", begun_s, packed_s, samples=len(chunk.offsets))
+        tracing.add("pack", packed_s, time.monotonic(), samples=len(chunk.offsets))
+        return goes_on
 
     def _finish(self, unit_read: UnitRead) -> None:
         self._end_read_alone(unit_read)
@@ -278,6 +296,7 @@ def main() -> None:
     job_fd, index, owner = tie_to_supervisor(stop)
     name_process(f"cs-sampler-{index}")
     job = load_shared(job_fd)
+    tracing.join(job.trace, f"sampler {index}")
     slot = Board(Directory(job.root).worker_file("board")).slot(index)
     slot["pid"], slot["state"], slot["beat_s"] = os.getpid(), STARTING, time.monotonic()
 

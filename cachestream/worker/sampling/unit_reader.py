@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream import tracing
 from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.permutation import mix_key
 from cachestream.sources.base import ColumnarSource, Rows, Source
@@ -222,7 +223,7 @@ class UnitReader:
                 began_s = time.monotonic()
                 try:
                     with closing(self._wanted(unit_read)) as items:
-                        for chunk in group_into_chunks(items):
+                        for chunk in tracing.each("read", group_into_chunks(items), unit=unit.number):
                             unit_read.received(chunk)
                             yield chunk
                     self._known_good.setdefault(self._remote_of(unit.number), unit.number)
