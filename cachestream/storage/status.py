@@ -19,7 +19,7 @@ from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
-from cachestream.storage.telemetry import Board, Run, Totals, unfinished_run
+from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -36,7 +36,7 @@ logger = logging.getLogger("cachestream")
 class WorkerStatus:
     """The running worker: its processes, and their counters since it started `uptime_s` ago.
 
-    `states` is empty and the totals are zero if another version of cachestream started it.
+    `bandwidth_bytes_per_s` is its bandwidth limit. `states` is empty and the totals are zero if another version of cachestream started it.
     """
 
     pid: int
@@ -44,6 +44,7 @@ class WorkerStatus:
     restarts: int
     states: tuple[str, ...]
     totals: Totals
+    bandwidth_bytes_per_s: float | None = None
 
     @property
     def samples_per_s(self) -> float:
@@ -66,7 +67,8 @@ class CacheStatus:
     endless source and while the source `is_listing`: `num_units` is then the number of units listed so far.
     `disk_message` is set when the disk is full, `remote_message` when the worker waits for a remote that does
     not answer. `holdout` is the share of the samples that is held out, None without one, and
-    `held_out_samples` the number of them in the cache, as far as they have been counted.
+    `held_out_samples` the number of them in the cache, as far as they have been counted. `loaders` are those
+    that have delivered a batch and are not closed, in any process.
     """
 
     path: str
@@ -101,6 +103,7 @@ class CacheStatus:
     remote_message: str = ""
     holdout: float | None = None
     held_out_samples: int = 0
+    loaders: tuple[LoaderReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -336,6 +339,7 @@ def read_status(cache: Cache) -> CacheStatus:
         remote_message=silence_of_remote(directory),
         holdout=meta.get("holdout"),
         held_out_samples=held_out_samples,
+        loaders=tuple(read_loaders(directory)),
     )
 
 
@@ -360,7 +364,8 @@ def _worker_status(directory: Directory) -> WorkerStatus | None:
     if board is None:
         return None
     uptime_s = max(0.0, time.monotonic() - board.started_s)
-    return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
+    states, limit = tuple(board.states()), board.bandwidth_bytes_per_s()
+    return WorkerStatus(board.pid, uptime_s, board.restarts, states, board.totals(), limit)
 
 
 # Caches and lost workers that this process has warned about.

@@ -1,24 +1,30 @@
-"""Live counters of the running worker, and the history of the cache's size, in small shared files.
+"""Live counters of the running worker and of loaders, and the history of the cache's size, in small files.
 
 Each sampling process writes its own slot, without locks and without SQL; the supervisor watches the slots,
-and any process may read them. Nothing here needs to survive a crash.
+and any process may read them. Each loader writes a file of its own. Nothing here needs to survive a crash.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import secrets
 import time
+import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.errors import CacheError
 from cachestream.linux import open_private
-from cachestream.storage.layout import replace_file
+from cachestream.storage.layout import Directory, replace_file
+from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 
 FLIGHTS: Final = 64  # units that one process reads at once, at most
@@ -54,6 +60,7 @@ _SLOT: Final = np.dtype(
         ("publish_s", "<f8"),
         ("space_wait_s", "<f8"),
         ("pass_id", "<i8"),
+        ("bandwidth_bytes_per_s", "<f8"),  # the limit of the worker, 0: none
         ("alone", "<i8"),  # position + 1 of the unit being transformed, 0: none
         ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
         ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
@@ -183,9 +190,97 @@ class Board:
         said = said[said != b""]
         return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
 
+    def bandwidth_bytes_per_s(self) -> float | None:
+        """The bandwidth limit of the worker; None without one."""
+        return float(self._slots["bandwidth_bytes_per_s"][: self.processes].max(initial=0.0)) or None
+
     def totals(self) -> Totals:
         slots = self._slots[: self.processes]
         return Totals(*(slots[field.name].sum().item() for field in fields(Totals)))
+
+
+EPOCHS_REPORTED: Final = 64
+_LOADER_PREFIX: Final = "loader-"
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderReport:
+    """A loader that lives, as it last reported itself. The numbers are those of `LoaderStats`, of its rank.
+
+    `epochs`: the last epochs, oldest first: the number, its samples, and when it began, in seconds since 1970.
+    """
+
+    pid: int
+    rank: int
+    ranks: int
+    reported_s: float
+    epoch: int
+    epoch_samples: int
+    samples: int
+    batches: int
+    skipped: int
+    wait_s: float
+    wait_share: float
+    epoch_wait_share: float
+    gap_s: float
+    samples_per_s: float
+    reuse_factor: float
+    epochs: tuple[tuple[int, int, float], ...]
+
+
+class LoaderFile:
+    """The file in which one loader reports, locked until `close`, or until its process ends."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._file: HeldFile | None = None
+        self._closed = False
+
+    def write(self, report: LoaderReport) -> None:
+        """Replace the report. A disk that refuses it ends the reports: they are no reason to end a training."""
+        if self._closed:
+            return
+        try:
+            if self._file is None:
+                self._file = self._open()
+            if self._file is not None:
+                self._file.write(json.dumps(asdict(report)).encode())
+        except CacheError:
+            self.close()
+
+    def _open(self) -> HeldFile | None:
+        for path in _loader_files(self._directory):
+            remove_unheld(path)  # of processes that were killed
+        name = f"{_LOADER_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        file = lock_file(self._directory.worker_file(name))
+        if file is not None:
+            weakref.finalize(self, file.release, unlink=True)
+        return file
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._closed = True
+        if self._file is not None:
+            self._file.release(unlink=True)
+
+
+def _loader_files(directory: Directory) -> list[str]:
+    with translated_disk_errors(directory.worker, "listing it"):
+        names = os.listdir(directory.worker)
+    return [directory.worker_file(name) for name in names if name.startswith(_LOADER_PREFIX)]
+
+
+def read_loaders(directory: Directory) -> list[LoaderReport]:
+    """The reports of all loaders that live, by rank. One that is being written is left out."""
+    found = []
+    for path in _loader_files(directory):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            with open(path, encoding="utf-8") as file:
+                numbers = json.loads(file.read())
+            epochs = tuple((number, samples, began_s) for number, samples, began_s in numbers.pop("epochs"))
+            if is_held(path):
+                found.append(LoaderReport(**numbers, epochs=epochs))
+    return sorted(found, key=lambda report: (report.rank, report.pid))
 
 
 ROWS_AT_MOST: Final = 1024

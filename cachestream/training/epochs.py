@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from cachestream.errors import EpochError
 from cachestream.training.iteration import EpochIteration, Stage
 from cachestream.training.segment import Request, Segment
-from cachestream.training.stats import LoaderStats, Meter
+from cachestream.training.stats import LoaderStats, Meter, Reporter
 
 if TYPE_CHECKING:
+    from cachestream.storage.layout import Directory
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Recorder
     from cachestream.training.pipeline import Pipeline
@@ -24,12 +25,15 @@ class EpochSequence:
     begun or asked about.
     """
 
-    def __init__(self, pipeline: Pipeline, recorder: Recorder | None, options: LoaderOptions) -> None:
+    def __init__(
+        self, pipeline: Pipeline, recorder: Recorder | None, options: LoaderOptions, directory: Directory
+    ) -> None:
         self._pipeline = pipeline
         self._schedule = pipeline.schedule
         self._recorder = recorder
         self._timeout_s = options.timeout_s
-        self._meter = Meter()
+        self._reporter = Reporter(directory, pipeline.preparer)
+        self._meter = Meter(reporter=self._reporter)
         self._iteration: EpochIteration | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
@@ -54,7 +58,7 @@ class EpochSequence:
             self._apply_wanted_epoch()
             again, request = None, self._next_request
             self._schedule.begin(request.epoch, request if self._schedule.needs_request else None)
-        self._meter.begin_epoch()
+        self._meter.begin_epoch(request.epoch)
         iteration = EpochIteration(request, self._pipeline, self._meter, self._recorder, self._timeout_s)
         self._planned, self._iteration = Request(0, request.epoch + 1), iteration
         if again is not None:
@@ -77,6 +81,7 @@ class EpochSequence:
         # timeout.
         self._pipeline.stop(join=False)
         self._end_epoch(stage)
+        self._reporter.close()
 
     @property
     def epoch(self) -> int:

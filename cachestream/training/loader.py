@@ -154,7 +154,7 @@ class EpochLoader:
         self._pipeline = _make_pipeline(cache, options, prefetch, device, batch_transform)
         # The threads hold the pipeline and not the loader, so a loader without references ends them.
         weakref.finalize(self, self._pipeline.stop, join=False).atexit = False
-        self._epochs = EpochSequence(self._pipeline, self._recorder, options)
+        self._epochs = EpochSequence(self._pipeline, self._recorder, options, cache.directory)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; one that was left early ends. An epoch of which no batch was taken begins

@@ -1,17 +1,25 @@
-"""Statistics of a loader: samples delivered, time waited, reuse of samples."""
+"""Statistics of a loader: samples delivered, time waited, reuse of samples; its reports to other processes."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from cachestream.repr_html import table
 from cachestream.schema import IntArray, Snapshot
+from cachestream.storage.telemetry import EPOCHS_REPORTED, LoaderFile, LoaderReport
 
+if TYPE_CHECKING:
+    from cachestream.storage.layout import Directory
+    from cachestream.training.prepare import Preparer
+
+_REPORT_S: Final = 0.25  # between two reports, at least
 _NONE: Final = np.empty(0, np.int64)
 
 
@@ -104,11 +112,47 @@ class _Counts:
         )
 
 
+class Reporter:
+    """The reports of a loader to other processes, such as the dashboard. Used by the training thread alone."""
+
+    def __init__(self, directory: Directory, preparer: Preparer) -> None:
+        self._file = LoaderFile(directory)
+        self._preparer = preparer
+        self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
+
+    def note_epoch(self, stats: LoaderStats, began_s: float) -> None:
+        """Note the samples of an epoch that began at `began_s`, in seconds since 1970: so far, or in the end."""
+        if not stats.epoch_samples:
+            return
+        if self._epochs and self._epochs[-1][0] == stats.epoch:
+            self._epochs.pop()
+        self._epochs.append((stats.epoch, stats.epoch_samples, began_s))
+
+    def report(self, stats: LoaderStats, began_s: float) -> None:
+        """Write the numbers of the running epoch, which began at `began_s`."""
+        self.note_epoch(stats, began_s)
+        numbers, ranks = asdict(stats), self._preparer.ranks
+        del numbers["shards"], numbers["prepare_s"]
+        epochs = tuple(self._epochs)
+        self._file.write(
+            LoaderReport(os.getpid(), ranks.rank, ranks.size, time.time(), epochs=epochs, **numbers)
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Meter:
     """Counters and times of the training thread. Used by that thread alone."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, reporter: Reporter | None = None
+    ) -> None:
         self.clock = clock
+        self._reporter = reporter
+        self._report_at_s = 0.0
+        self._number = 0  # of the running epoch
+        self._began_at_s = 0.0  # the time since 1970 at its beginning
         self.last_s = 0.0  # the time of the last batch, or of the beginning of its epoch
         self._began_s: float | None = None
         self._epoch_began_s = 0.0
@@ -119,7 +163,11 @@ class Meter:
         self._epoch_samples = 0  # in these shards
         self.reuse = Reuse()
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, number: int) -> None:
+        """Begin epoch `number`."""
+        if self._reporter is not None:
+            self._reporter.note_epoch(self.stats(self._number, 0.0), self._began_at_s)
+        self._number, self._began_at_s = number, time.time()
         self.last_s = self._epoch_began_s = self.clock()
         if self._began_s is None:
             self._began_s = self.last_s
@@ -146,6 +194,9 @@ class Meter:
         epoch.batches += 1
         epoch.wait_s += wait_s
         self.last_s = self.clock()
+        if self.last_s >= self._report_at_s and self._reporter is not None:
+            self._report_at_s = self.last_s + _REPORT_S
+            self._reporter.report(self.stats(self._number, 0.0), self._began_at_s)
 
     def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
         """The statistics of a loader in `epoch`."""

@@ -337,6 +337,7 @@ class FetchMeter:
         self._is_reported = False  # the source reports the bytes that it fetches
         self._is_throttled = False
         limit = job.bandwidth_bytes_per_s
+        slot["bandwidth_bytes_per_s"] = limit or 0.0
         budget = directory.worker_file("budget")
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
