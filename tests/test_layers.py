@@ -34,6 +34,7 @@ ONLY: Final[dict[str, tuple[str, ...]]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("tools.plots",),
+    **dict.fromkeys(("bokeh", "jinja2", "prometheus_client", "tornado"), ("dashboard",)),
     **dict.fromkeys(
         ("accelerate", "lightning", "pytorch_lightning", "ray", "transformers"), ("integrations",)
     ),

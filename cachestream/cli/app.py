@@ -454,6 +454,31 @@ def plan(
 
 
 @app.command()
+def dashboard(
+    caches: Annotated[list[str], typer.Argument(metavar="CACHE...", help="The directories of caches.")],
+    *,
+    host: Annotated[str, typer.Option(help="Where to listen: this machine alone, or 0.0.0.0.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = 8788,
+    token: Annotated[
+        str | None, typer.Option(help='What a reader must give; by default a new one, "" for none.')
+    ] = None,
+) -> None:
+    """Show caches and their trainers live in a browser.
+
+    Prints the URL of the page and serves it until Ctrl-C, with metrics for Prometheus at /metrics. It only
+    reads. Needs the extra 'dashboard'.
+    """
+    try:
+        server = _import_late("dashboard.server")
+    except ImportError as error:
+        raise ConfigError(
+            f"the dashboard needs {error.name}, which is not installed; run: pip install 'cachestream[dashboard]'"
+        ) from error
+    shown = server.Dashboard(caches, host, port, token)
+    shown.run(lambda: typer.echo(shown.url))
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what it makes.")] = Path(
         "demo-output"

@@ -275,6 +275,13 @@ def sample_counts(catalogue: Catalogue) -> dict[int, int]:
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
+def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
+    """The ids of the cached shards, their numbers of samples, and how many epochs used them, int64 `[n]` each."""
+    with catalogue.reading() as tables:
+        ids, counts, uses = tables.shard_columns("id", "num_samples", "uses")
+    return ids, counts, uses
+
+
 def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
     """Return whether any of the shards is cached."""
     with catalogue.reading() as tables:

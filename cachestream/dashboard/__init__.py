@@ -1,0 +1,1 @@
+"""The live page of one or more caches, and their metrics for Prometheus."""

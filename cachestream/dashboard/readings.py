@@ -1,0 +1,187 @@
+"""What the page and the metrics show: caches as they are now, rates between two looks, and the verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.cli.display import bottleneck
+from cachestream.errors import CacheStreamError, ConfigError
+from cachestream.storage.cache import Cache
+from cachestream.storage.snapshots import shard_uses
+from cachestream.storage.status import CacheStatus
+from cachestream.storage.telemetry import read_history
+
+INTERVAL_S: Final = 2.0  # between two looks
+_RATE_S: Final = 10.0  # rates are means over so long
+_KEPT: Final = 900  # looks: half an hour
+_FRESHNESS_S: Final = 20.0  # between two looks at all shards
+_WAITS: Final = 0.02  # a trainer that waits for less of its time is not held up
+USES: Final = (0, 1, 2, 3, 5, 9, 17)  # the first number of uses of each class of samples
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """Of the cached samples: how many were used 0, 1, 2, 3 to 4, … times, as `USES`; and their ages in seconds
+    since they were cached: of the youngest, the median and the oldest one.
+    """
+
+    by_uses: tuple[int, ...]
+    ages_s: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happens in a second: samples cached, trained on (by all ranks) and evicted, and bytes fetched."""
+
+    cached: float
+    trained: float
+    evicted: float
+    fetched_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A cache at one moment: its status, or the `problem` that kept it from being read, in one sentence.
+
+    `at_s`: seconds since 1970. `rates` are None at the first look; `freshness` is None without samples.
+    """
+
+    path: str
+    at_s: float
+    status: CacheStatus | None
+    problem: str = ""
+    rates: Rates | None = None
+    freshness: Freshness | None = None
+
+
+def rates_between(before: Reading, now: Reading) -> Rates | None:
+    """The rates between two looks at a cache. A worker or loader that came or went between them counts nothing."""
+    then, status, passed_s = before.status, now.status, now.at_s - before.at_s
+    if then is None or status is None or passed_s <= 0:
+        return None
+    cached = fetched = 0
+    if then.worker is not None and status.worker is not None and then.worker.pid == status.worker.pid:
+        cached = status.worker.totals.samples - then.worker.totals.samples
+        fetched = status.worker.totals.fetched_bytes - then.worker.totals.fetched_bytes
+    known = {(loader.pid, loader.rank): loader.samples for loader in then.loaders}
+    trained = sum(
+        max(0, loader.samples - known[loader.pid, loader.rank])
+        for loader in status.loaders
+        if (loader.pid, loader.rank) in known
+    )
+    evicted = max(0, status.evicted_samples - then.evicted_samples)
+    return Rates(*(max(0, number) / passed_s for number in (cached, trained, evicted, fetched)))
+
+
+def verdict(reading: Reading) -> str:
+    """The bottleneck of the training over a cache, in one sentence."""
+    status = reading.status
+    if status is None:
+        return reading.problem
+    for message in (status.disk_message, status.remote_message):
+        if message:
+            return f"The filling is held up: {message}."
+    if status.fill_state == "failed":
+        return f"The filling has failed: {status.fill_message}."
+    waits = max((loader.epoch_wait_share for loader in status.loaders), default=None)
+    shares = [] if status.worker is None else bottleneck(status.worker.totals)
+    stage = f"the {shares[0][0]} takes {shares[0][1]:.0%} of its processes' time" if shares else ""
+    if waits is None:
+        if status.worker is None:
+            return "Nobody fills the cache, and nobody trains on it."
+        return f"Nobody trains on the cache yet; in its filling, {stage}." if stage else "The filling begins."
+    if waits < _WAITS:
+        return f"The model is the bottleneck: the trainer waits for data {waits:.1%} of its time."
+    waiting = f"The trainer waits for data {waits:.0%} of its time"
+    if status.worker is None or status.fill_state in ("complete", "full"):
+        return f"{waiting}: the cache is {status.fill_state}, so reading it, or the batch_transform, is the bottleneck."
+    return f"{waiting}, while the cache fills: {stage or 'the filling begins'}."
+
+
+class CacheWatch:
+    """The looks at the cache at `path`, which is opened when it is there. Used by one thread."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
+        self.path = os.path.realpath(os.path.expanduser(path))
+        self.readings: deque[Reading] = deque(maxlen=_KEPT)
+        self._clock = clock
+        self._cache: Cache | None = None
+        self._freshness: Freshness | None = None
+        self._fresh_at_s = 0.0
+
+    def look(self) -> Reading:
+        """Look at the cache, unless the last look was a moment ago; returns the last reading."""
+        now_s = self._clock()
+        if self.readings and 0 <= now_s - self.readings[-1].at_s < 0.5 * INTERVAL_S:
+            return self.readings[-1]
+        reading = self._read(now_s)
+        recent = [one for one in self.readings if now_s - one.at_s <= _RATE_S]
+        if recent:
+            reading = replace(reading, rates=rates_between(recent[0], reading))
+        self.readings.append(reading)
+        return reading
+
+    def _read(self, now_s: float) -> Reading:
+        try:
+            if not os.path.exists(os.path.join(self.path, "catalogue.sqlite")):
+                self.close()
+                lost = "The cache is gone, or is being deleted" if self.readings else "There is no cache yet"
+                return Reading(self.path, now_s, None, f"{lost}: {self.path}.")
+            if self._cache is None:
+                self._cache = Cache(self.path)
+            status = self._cache.status()
+            if now_s - self._fresh_at_s >= _FRESHNESS_S:
+                self._freshness, self._fresh_at_s = read_freshness(self._cache, now_s), now_s
+        except (CacheStreamError, OSError) as error:  # it may be deleted at any moment
+            self.close()
+            return Reading(self.path, now_s, None, f"{type(error).__name__}: {error}")
+        return Reading(self.path, now_s, status, freshness=self._freshness)
+
+    def history(self) -> Any:
+        """The recorded history of the cache's size: rows of `telemetry.ROW`."""
+        return read_history(os.path.join(self.path, "worker", "history"))
+
+    def close(self) -> None:
+        """Close the cache. The next look opens it again."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+
+def read_freshness(cache: Cache, now_s: float) -> Freshness | None:
+    """The uses and ages of the cached samples, from the catalogue and the times of the files; None without any."""
+    ids, counts, uses = shard_uses(cache.catalogue)
+    if not len(ids):
+        return None
+    places = np.searchsorted(USES, uses, side="right") - 1
+    by_uses = np.bincount(places, weights=counts, minlength=len(USES))
+    made_s: dict[str, float] = {}
+    with suppress(FileNotFoundError), os.scandir(cache.directory.shards) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                made_s[entry.name.partition(".")[0]] = entry.stat().st_mtime
+    ages = np.array([now_s - made_s.get(f"{shard_id:012d}", now_s) for shard_id in ids.tolist()])
+    order = np.argsort(ages)
+    middle = order[np.searchsorted(np.cumsum(counts[order]), counts.sum() / 2)]
+    youngest, median, oldest = (max(0.0, float(age)) for age in (ages.min(), ages[middle], ages.max()))
+    return Freshness(tuple(int(count) for count in by_uses), (youngest, median, oldest))
+
+
+def watch_caches(paths: Sequence[str]) -> list[CacheWatch]:
+    """A watch for each of `paths`. Raises ConfigError for one that is no cache, and CacheError for one that
+    cannot be read, such as one of another version.
+    """
+    watches = [CacheWatch(path) for path in dict.fromkeys(paths)]
+    for watch, path in zip(watches, dict.fromkeys(paths), strict=True):
+        if not os.path.exists(os.path.join(watch.path, "catalogue.sqlite")):
+            raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
+        Cache(watch.path).close()
+    return watches

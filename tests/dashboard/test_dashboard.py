@@ -1,0 +1,321 @@
+"""The dashboard: what its page and its metrics say is what the cache says, for those who have the token."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bokeh.document import Document
+from bokeh.models.widgets import Div
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.dashboard.page import build_page
+from cachestream.dashboard.readings import CacheWatch
+from tests.cli.support import cli
+from tests.support.browser import take_picture
+from tests.support.caches import fill
+from tests.worker.sources import Numbers
+from tests.worker.support import DEADLINE_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "cachestream", "dashboard"]
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[str]:
+    """A dashboard in a process of its own; gives the URL that it prints."""
+    command = [*COMMAND, *map(str, arguments), "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+
+
+def get(url: str, **headers: str) -> tuple[int, str]:
+    """The status and the text of the answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def values(text: str) -> dict[str, float]:
+    """The samples of the metrics that have no label but the cache, by name; of loaders those of rank 0."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.labels.get("rank", "0") == "0" and not {"state", "stage"} & sample.labels.keys():
+                found[sample.name] = sample.value
+    return found
+
+
+def page(*caches: object) -> Any:
+    """The page of `caches` as it is when it is opened."""
+    document, watches = Document(), [CacheWatch(str(cache)) for cache in caches]
+    build_page(document, watches)
+    for watch in watches:
+        watch.close()
+    return document
+
+
+def heads(document: Any) -> list[str]:
+    """The sentence and the table of each cache."""
+    return [model.text for model in document.models if isinstance(model, Div)]
+
+
+def column(document: Any, name: str) -> list[Any]:
+    (source,) = [
+        model for model in document.models if name in getattr(model, "data", {}) and "time" in model.data
+    ]
+    return list(source.data[name])
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_page_and_the_metrics_say_what_the_status_says(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    source = Numbers(600, nbytes=2_000)
+    options: dict[str, Any] = {"num_workers": 2, "bandwidth_limit": "40MB/s"}
+    with (
+        Cache(path, size_limit="50MB", min_free=0) as cache,
+        cs.start_worker(cache, source, **options) as worker,
+    ):
+        assert worker.wait(DEADLINE_S)
+        with cs.EpochLoader(cache, 50) as loader:
+            batches = iter(loader)
+            for _ in range(7):
+                next(batches)
+            time.sleep(0.3)
+            next(batches)  # reported: the last report is a quarter of a second old
+            with serving(path) as url:
+                assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", url)
+                code, text = get(url.replace("/?", "/metrics?"))
+                document = page(path)
+            seen = json.loads(cli("status", path, "--json").stdout)
+    assert code == 200
+    metrics = values(text)
+    assert metrics["cachestream_cache_up"] == 1
+    assert metrics["cachestream_cache_samples"] == seen["num_samples"] == 600
+    assert metrics["cachestream_cache_limit_bytes"] == seen["size_limit"] == 50_000_000
+    assert metrics["cachestream_fill_pass_done_ratio"] == seen["pass_done"] == 1.0
+    assert metrics["cachestream_loader_batches_total"] == seen["loaders"][0]["batches"] == 8
+    assert metrics["cachestream_loader_samples_total"] == 400
+    assert metrics["cachestream_loader_epoch_samples"] == 600
+    (head,) = heads(document)
+    assert str(path) in head
+    assert "600 samples in" in head
+    assert "of 50 MB" in head
+    assert "<td>0 of 1</td>" in head
+    assert "<td>8</td>" in head
+    assert column(document, "limit")[-1] == 50.0
+    assert abs(column(document, "size")[-1] - seen["size_bytes"] / 1e6) < 0.1
+    lengths = [model.data for model in document.models if "epoch" in getattr(model, "data", {})]
+    assert [(list(one["epoch"]), list(one["samples"])) for one in lengths] == [([0], [600])]
+
+
+def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:
+        source = Numbers(None, nbytes=2_000, pause_s=0.002)
+        with cs.start_worker(cache, source, num_workers=1, bandwidth_limit="40MB/s"):
+            cache.wait(64, DEADLINE_S)
+            now_s, watch = [1000.0], CacheWatch(cache.path, lambda: now_s[0])
+            with cs.EpochLoader(cache, 8) as loader:
+                list(loader)
+                first = watch.look()
+                assert first.rates is None
+                assert first.status is not None
+                assert first.status.worker is not None
+                assert first.status.worker.bandwidth_bytes_per_s == 40e6
+                before = loader.stats.samples
+                time.sleep(0.3)
+                list(loader)
+                now_s[0] += 0.5
+                assert watch.look() is first
+                now_s[0] += 4.5
+                rates = watch.look().rates
+            assert rates is not None
+            assert 0 < rates.trained <= (loader.stats.samples - before) / 5
+            assert rates.cached > 0
+            assert rates.fetched_bytes > 0
+            watch.close()
+
+
+def test_nobody_reads_without_the_token(tmp_path: Path) -> None:
+    fill(tmp_path / "cache", 1, 8).close()
+    with serving(tmp_path / "cache", "--token", "secret") as url:
+        base = url.partition("?")[0]
+        for address in (base, f"{base}?token=wrong", f"{base}metrics", f"{base}metrics?token=wrong"):
+            status, text = get(address)
+            assert (status, "needs its token" in text) == (403, True), address
+        assert get(url)[0] == 200
+        assert get(f"{base}metrics", Authorization="Bearer secret")[0] == 200
+        code = (
+            "import sys, bokeh.client as b; b.pull_session(url=sys.argv[1], arguments={'token': sys.argv[2]})"
+        )
+        for token, refused in (("wrong", True), ("secret", False)):
+            asked = [sys.executable, "-c", code, base, token]
+            done = subprocess.run(asked, capture_output=True, timeout=60, check=False)
+            assert bool(done.returncode) == refused
+    with serving(tmp_path / "cache", "--token", "") as url:
+        assert "?" not in url
+        assert get(url)[0] == get(f"{url}metrics")[0] == 200
+
+
+def test_a_cache_that_goes_and_comes_back_is_said_to_be_gone_and_shown_again(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("gone", "stays")]
+    for path in paths:
+        fill(path, 1, 8).close()
+    with serving(*paths) as url:
+
+        def up() -> list[float]:
+            text = get(url.replace("/?", "/metrics?"))[1]
+            families = {family.name: family for family in text_string_to_metric_families(text)}
+            return [sample.value for sample in families["cachestream_cache_up"].samples]
+
+        assert up() == [1, 1]
+        shutil.rmtree(paths[0])
+        wait_until(lambda: up() == [0, 1], "one is gone")
+        assert sorted("There is no cache" in head for head in heads(page(*paths))) == [False, True]
+        assert not paths[0].exists(), "looking makes no cache"
+        fill(paths[0], 1, 8).close()
+        wait_until(lambda: up() == [1, 1], "it is back")
+
+
+def test_a_look_changes_nothing_in_a_cache(tmp_path: Path) -> None:
+    fill(tmp_path / "cache", 2, 8).close()
+
+    def files() -> dict[str, tuple[int, int]]:
+        found = sorted((tmp_path / "cache").rglob("*"))
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found if path.is_file()}
+
+    before = files()
+    watch = CacheWatch(str(tmp_path / "cache"))
+    assert watch.look().status is not None
+    watch.close()
+    assert files() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "said"),
+    [
+        (lambda _: None, (), "holds no cache"),
+        (lambda path: path.mkdir(), (), "holds no cache"),
+        (lambda path: fill(path, 1, 4).close(), ("--host", "no.such.host.invalid"), "--host"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(
+    tmp_path: Path, make: Callable[[Path], None], arguments: tuple[str, ...], said: str
+) -> None:
+    make(tmp_path / "cache")
+    done = subprocess.run(
+        [*COMMAND, str(tmp_path / "cache"), "--port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    fill(tmp_path / "cache", 1, 4).close()
+    with serving(tmp_path / "cache") as url:
+        port = url.partition("?")[0].rstrip("/").rpartition(":")[2]
+        done = subprocess.run(
+            [*COMMAND, str(tmp_path / "cache"), "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            cwd=ROOT,
+        )
+    assert done.returncode == 2
+    assert f"--port {port} of 127.0.0.1 is in use" in done.stderr
+
+
+def test_without_its_packages_the_command_names_the_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['bokeh'] = None; sys.argv = ['cachestream', 'dashboard', 'x']\n"
+        "from cachestream.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert "pip install 'cachestream[dashboard]'" in done.stderr
+
+
+def test_the_metrics_of_the_guide_and_of_the_grafana_board_are_those_that_are_served(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:
+        source = cs.CallableSource(lambda rng: {"x": rng.random(4)}, num_units=200)
+        with cs.start_worker(cache, source, num_workers=1, bandwidth_limit="40MB/s"):
+            cache.wait(64, DEADLINE_S)
+            with cs.EpochLoader(cache, 8) as loader, serving(cache.path) as url:
+                next(iter(loader))
+                text = get(url.replace("/?", "/metrics?"))[1]
+    served = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
+    guide = (ROOT / "docs" / "guide" / "dashboard.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(cachestream_\w+)", guide, re.MULTILINE)) == served
+    board = (ROOT / "docs" / "assets" / "grafana.json").read_text(encoding="utf-8")
+    asked = set(re.findall(r"cachestream_\w+", board))
+    assert asked
+    assert asked <= served
+    assert all(panel["targets"] for panel in json.loads(board)["panels"])
+
+
+# Bokeh has drawn the plots, and the table stands in the shadow of a root.
+DRAWN = """
+(() => {
+  const texts = [], look = node => {
+    if (node.shadowRoot) look(node.shadowRoot);
+    if (node.tagName == "H1") texts.push(node.innerText);
+    for (const child of node.children) look(child);
+  };
+  look(document.body);
+  return texts.length == 1 && Bokeh.documents[0].is_idle;
+})()
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+@pytest.mark.parametrize(("width", "dark"), [(1300, False), (390, True)])
+def test_a_browser_shows_the_page(tmp_path: Path, width: int, dark: bool) -> None:
+    fill(tmp_path / "cache", 2, 8).close()
+    picture = tmp_path / "page.png"
+    with serving(tmp_path / "cache") as url:
+        take_picture(url, picture, ready=DRAWN, width=width, dark=dark, timeout_s=120)
+    with Image.open(picture) as page_picture:
+        pixels = np.asarray(page_picture.convert("L"))
+    assert pixels.shape[1] == width
+    assert (pixels[-1, -1] < 60) == dark
+    assert len(np.unique(pixels)) > 30, "text and plots"

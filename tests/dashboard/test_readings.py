@@ -1,0 +1,85 @@
+"""The verdict and the rates, from readings that are made by hand; the freshness of a real cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachestream import Cache
+from cachestream.dashboard.page import head_html
+from cachestream.dashboard.readings import Freshness, Rates, Reading, rates_between, read_freshness, verdict
+from cachestream.storage.status import CacheStatus, WorkerStatus
+from cachestream.storage.telemetry import LoaderReport, Totals
+from tests.support.caches import fill
+
+TOTALS = Totals(100, 10, 5_000, 4_000, 0, 0, 0, 6.0, 3.0, 0.5, 0.5, 0.0)
+WORKER = WorkerStatus(7, 60.0, 0, ("fetching", "writing"), TOTALS)
+LOADER = LoaderReport(9, 0, 1, 0.0, 3, 64, 500, 50, 0, 1.0, 0.5, 0.5, 0.0, 8.0, 1.0, ())
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> CacheStatus:
+    with fill(tmp_path / "cache", 1, 8) as cache:
+        return replace(cache.status(), worker=WORKER, fill_state="filling", loaders=(LOADER,))
+
+
+def reading(status: CacheStatus, at_s: float = 0.0, **changes: Any) -> Reading:
+    return Reading(status.path, at_s, replace(status, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "waits for data 50% of its time, while the cache fills: the remote takes 60%"),
+        ({"worker": replace(WORKER, totals=replace(TOTALS, transform_s=30.0))}, "the transform takes"),
+        ({"loaders": (replace(LOADER, epoch_wait_share=0.01),)}, "The model is the bottleneck"),
+        ({"loaders": (), "worker": None}, "Nobody fills the cache, and nobody trains"),
+        ({"loaders": ()}, "Nobody trains on the cache yet; in its filling, the remote takes"),
+        ({"fill_state": "complete"}, "the cache is complete, so reading it, or the batch_transform"),
+        (
+            {"remote_message": "waiting for the remote: no answer"},
+            "held up: waiting for the remote: no answer.",
+        ),
+        ({"fill_state": "failed", "fill_message": "no such bucket"}, "has failed: no such bucket."),
+    ],
+)
+def test_the_verdict_names_what_holds_the_training_up(
+    status: CacheStatus, changes: dict[str, Any], said: str
+) -> None:
+    assert said in verdict(reading(status, **changes))
+
+
+def test_rates_are_of_what_lived_through_both_looks(status: CacheStatus) -> None:
+    later = replace(WORKER, totals=replace(TOTALS, samples=160, fetched_bytes=25_000))
+    more = (replace(LOADER, samples=900), replace(LOADER, rank=1, samples=400))
+    now = reading(status, 10.0, worker=later, loaders=more, evicted_samples=20)
+    assert rates_between(reading(status), now) == Rates(6.0, 40.0, 2.0, 2_000.0)
+    other = reading(status, 10.0, worker=replace(later, pid=8), loaders=more[1:], evicted_samples=0)
+    assert rates_between(reading(status), other) == Rates(0.0, 0.0, 0.0, 0.0)
+    assert rates_between(Reading("gone", 0.0, None, "gone"), now) is None
+    assert rates_between(now, now) is None
+
+
+def test_what_the_page_says_is_escaped(status: CacheStatus) -> None:
+    text = head_html(replace(reading(status, fill_message="<b>"), path="/<script>"))
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_the_freshness_counts_samples_by_uses_and_tells_their_ages(tmp_path: Path) -> None:
+    with Cache(tmp_path / "empty", size_limit="10MB", min_free=0) as empty:
+        assert read_freshness(empty, 0.0) is None
+    with fill(tmp_path / "cache", 3, 8) as cache:
+        for _ in range(4):
+            cache.snapshot().close()
+        found = read_freshness(cache, (tmp_path / "cache").stat().st_mtime + 3_600.0)
+    assert isinstance(found, Freshness)
+    assert sum(found.by_uses) == 24
+    assert found.by_uses[4] == 0
+    assert np.all(np.diff(found.ages_s) >= 0)
+    assert 3_000 < found.ages_s[1] < 4_200

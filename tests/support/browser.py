@@ -1,0 +1,70 @@
+"""A headless Chromium, driven by its DevTools protocol: it opens a page, and takes a picture of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+__all__ = ["take_picture"]
+
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+)
+
+
+async def _visit(address: str, url: str, ready: str, width: int, dark: bool) -> bytes:
+    numbers = itertools.count(1)
+    async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=0) as socket:
+
+        async def command(method: str, **params: Any) -> Any:
+            number = next(numbers)
+            await socket.send_json({"id": number, "method": method, "params": params})
+            while (answer := json.loads((await socket.receive()).data)).get("id") != number:
+                pass
+            return answer["result"]
+
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        await command("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await command("Emulation.setEmulatedMedia", features=[scheme])
+        await command("Page.navigate", url=url)
+        while not (await command("Runtime.evaluate", expression=ready))["result"].get("value"):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        taken = await command("Page.captureScreenshot", format="png")
+        return base64.b64decode(taken["data"])
+
+
+async def _open_page(folder: Path, *visit: Any) -> bytes:
+    port_file = folder / "DevToolsActivePort"
+    while not port_file.exists() or len(port_file.read_text().split()) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    port = port_file.read_text().split()[0]
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/json/list") as answer,
+    ):
+        (address,) = [tab["webSocketDebuggerUrl"] for tab in await answer.json() if tab["type"] == "page"]
+    return await _visit(address, *visit)
+
+
+def take_picture(url: str, picture: Path, *, ready: str, width: int, dark: bool, timeout_s: float) -> None:
+    """Save the page at `url` as a PNG once the JavaScript expression `ready` is true."""
+    folder = picture.with_suffix(".profile")
+    command = ["chromium", *_FLAGS, f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as chromium:
+        try:
+            taken = asyncio.run(asyncio.wait_for(_open_page(folder, url, ready, width, dark), timeout_s))
+        finally:
+            chromium.terminate()
+    picture.write_bytes(taken)
