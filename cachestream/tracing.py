@@ -1,7 +1,7 @@
 """A timeline of the work of all processes, in the Trace Event Format, which Perfetto and Chrome show.
 
-Each traced process keeps its events and appends them to a file of its own, twice a second. The end of the trace
-makes one file of these. All times are of CLOCK_MONOTONIC, which the processes of a machine share.
+Each traced process keeps its events and appends them to a file of its own, twice a second. The end of the
+trace makes one file of these. All times are of CLOCK_MONOTONIC, which the processes of a machine share.
 
 The format: "Trace Event Format" (Google, 2016); complete events ("X") and names ("M"), in microseconds.
 """
@@ -67,7 +67,7 @@ class _Recorder:
                 self._flush()
 
     def flush(self) -> None:
-        """Append what has been recorded to the file; a trace that has ended, or a full disk, ends recording."""
+        """Append the recorded events to the file; a trace that has ended, or a full disk, ends recording."""
         with self._lock:
             if self._count > _MOST_EVENTS:
                 logger.warning("the trace leaves out %d events of this process", self._count - _MOST_EVENTS)
@@ -253,7 +253,7 @@ def trace(path: str | os.PathLike[str]) -> Trace:
     for how long it did: `list`, `read`, `decode`, `transform`, `pack` and `publish` in workers; `snapshot`,
     `prepare`, `gather`, `transfer` and `wait` in the trainer. Times are in microseconds of one clock.
 
-    Without `with`, `close()` of what is returned ends the trace and writes the file, or the end of the process.
+    Without `with`, `close()` of what is returned ends the trace and writes the file; or its process's end.
     A worker that runs already is not traced: give its own command `--trace`. What takes less than 0.1 ms is
     left out; of a process that goes on, or is killed, the last half second; of one with a million events, the
     rest.

@@ -472,7 +472,8 @@ def dashboard(
         server = _import_late("dashboard.server")
     except ImportError as error:
         raise ConfigError(
-            f"the dashboard needs {error.name}, which is not installed; run: pip install 'cachestream[dashboard]'"
+            f"the dashboard needs {error.name}, which is not installed; run: "
+            "pip install 'cachestream[dashboard]'"
         ) from error
     shown = server.Dashboard(caches, host, port, token)
     shown.run(lambda: typer.echo(shown.url))

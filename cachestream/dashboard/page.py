@@ -30,7 +30,8 @@ _TEMPLATE: Final = """{% extends base %}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
   :root { color-scheme: light dark; }
-  body { box-sizing: border-box; margin: 0 auto; max-width: 1500px; padding: 12px; overflow-x: hidden; font: 15px/1.45 system-ui, sans-serif;
+  body { box-sizing: border-box; margin: 0 auto; max-width: 1500px; padding: 12px; overflow-x: hidden;
+         font: 15px/1.45 system-ui, sans-serif;
          background: #ffffff; color: #1d2129; }
   @media (prefers-color-scheme: dark) { body { background: #14171c; color: #e4e7ec; } }
 </style>
@@ -44,7 +45,8 @@ _TEXT: Final = """
 :host { width: 100%; }
 h1 { font-size: 20px; margin: 4px 0; overflow-wrap: anywhere; }
 p { margin: 2px 0 8px; font-size: 16px; }
-.bar { height: 8px; width: min(640px, 90vw); border-radius: 4px; background: rgba(138,143,152,.3); overflow: hidden; margin: 4px 0 10px; }
+.bar { height: 8px; width: min(640px, 90vw); border-radius: 4px; background: rgba(138,143,152,.3);
+  overflow: hidden; margin: 4px 0 10px; }
 .bar div { height: 100%; background: #3D8FCC; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; margin: 0 0 10px; }
 dt { color: #8A8F98; } dd { margin: 0; overflow-wrap: anywhere; }

@@ -1,7 +1,7 @@
 """The metrics of caches in Prometheus' text format, from the same readings as the page.
 
-Names follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/): base units in the name, and
-`_total` at the end of what only grows.
+Names follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/): base units in the name,
+and `_total` at the end of what only grows.
 """
 
 from __future__ import annotations

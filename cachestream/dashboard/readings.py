@@ -1,4 +1,4 @@
-"""What the page and the metrics show: caches as they are now, rates between two looks, and the verdict."""
+"""Readings of caches, for the page and the metrics; the rates between two of them, and the verdict."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ USES: Final = (0, 1, 2, 3, 5, 9, 17)  # the first number of uses of each class o
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """Of the cached samples: how many were used 0, 1, 2, 3 to 4, … times, as `USES`; and their ages in seconds
-    since they were cached: of the youngest, the median and the oldest one.
+    """Of the cached samples: how many were used 0, 1, 2, 3 to 4, … times, as `USES`; and their ages since
+    they were cached, in seconds: of the youngest, the median and the oldest one.
     """
 
     by_uses: tuple[int, ...]
@@ -38,8 +38,8 @@ class Freshness:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What happens in a second: samples cached, trained on (by all ranks) and evicted, and bytes fetched."""
+class Activity:
+    """Samples cached, trained on (by all ranks) and evicted, and bytes fetched, in a second."""
 
     cached: float
     trained: float
@@ -58,12 +58,12 @@ class Reading:
     at_s: float
     status: CacheStatus | None
     problem: str = ""
-    rates: Rates | None = None
+    rates: Activity | None = None
     freshness: Freshness | None = None
 
 
-def rates_between(before: Reading, now: Reading) -> Rates | None:
-    """The rates between two looks at a cache. A worker or loader that came or went between them counts nothing."""
+def rates_between(before: Reading, now: Reading) -> Activity | None:
+    """The rates between two looks at a cache. A worker or loader that came or went counts nothing."""
     then, status, passed_s = before.status, now.status, now.at_s - before.at_s
     if then is None or status is None or passed_s <= 0:
         return None
@@ -78,7 +78,7 @@ def rates_between(before: Reading, now: Reading) -> Rates | None:
         if (loader.pid, loader.rank) in known
     )
     evicted = max(0, status.evicted_samples - then.evicted_samples)
-    return Rates(*(max(0, number) / passed_s for number in (cached, trained, evicted, fetched)))
+    return Activity(*(max(0, number) / passed_s for number in (cached, trained, evicted, fetched)))
 
 
 def verdict(reading: Reading) -> str:
@@ -102,7 +102,8 @@ def verdict(reading: Reading) -> str:
         return f"The model is the bottleneck: the trainer waits for data {waits:.1%} of its time."
     waiting = f"The trainer waits for data {waits:.0%} of its time"
     if status.worker is None or status.fill_state in ("complete", "full"):
-        return f"{waiting}: the cache is {status.fill_state}, so reading it, or the batch_transform, is the bottleneck."
+        why = "so reading it, or the batch_transform, is the bottleneck"
+        return f"{waiting}: the cache is {status.fill_state}, {why}."
     return f"{waiting}, while the cache fills: {stage or 'the filling begins'}."
 
 
@@ -157,7 +158,7 @@ class CacheWatch:
 
 
 def read_freshness(cache: Cache, now_s: float) -> Freshness | None:
-    """The uses and ages of the cached samples, from the catalogue and the times of the files; None without any."""
+    """The uses and ages of the cached samples, from the catalogue and the files' times; None without any."""
     ids, counts, uses = shard_uses(cache.catalogue)
     if not len(ids):
         return None

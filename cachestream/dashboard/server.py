@@ -29,8 +29,8 @@ _REFUSED: Final = "This page needs its token: open the URL that 'cachestream das
 class Dashboard:
     """A server of the page of `paths` at `host` and `port` (0: any free one), which runs until `stop`.
 
-    `token`: what a browser must give in the URL (`?token=`), and Prometheus there or as a bearer token; "" asks
-    for none. Raises ConfigError for a path that is no cache, a port in use, and a host that is none.
+    `token`: what a browser must give in the URL (`?token=`), and Prometheus there or as a bearer token; ""
+    asks for none. Raises ConfigError for a path that is no cache, a port in use, and a host that is none.
     """
 
     def __init__(self, paths: Sequence[str], host: str, port: int, token: str | None = None) -> None:

@@ -36,7 +36,8 @@ logger = logging.getLogger("cachestream")
 class WorkerStatus:
     """The running worker: its processes, and their counters since it started `uptime_s` ago.
 
-    `bandwidth_bytes_per_s` is its bandwidth limit. `states` is empty and the totals are zero if another version of cachestream started it.
+    `bandwidth_bytes_per_s` is its bandwidth limit. `states` is empty and the totals are zero if
+    another version of cachestream started it.
     """
 
     pid: int

@@ -207,7 +207,7 @@ _LOADER_PREFIX: Final = "loader-"
 class LoaderReport:
     """A loader that lives, as it last reported itself. The numbers are those of `LoaderStats`, of its rank.
 
-    `epochs`: the last epochs, oldest first: the number, its samples, and when it began, in seconds since 1970.
+    `epochs`: the last epochs, oldest first: number, samples, and the time of its beginning since 1970.
     """
 
     pid: int
@@ -237,7 +237,7 @@ class LoaderFile:
         self._closed = False
 
     def write(self, report: LoaderReport) -> None:
-        """Replace the report. A disk that refuses it ends the reports: they are no reason to end a training."""
+        """Replace the report. A disk that refuses it ends the reports, and not the training."""
         if self._closed:
             return
         try:

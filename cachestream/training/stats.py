@@ -1,4 +1,4 @@
-"""Statistics of a loader: samples delivered, time waited, reuse of samples; its reports to other processes."""
+"""Statistics of a loader: samples delivered, time waited, reuse; and its reports to other processes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Counts:
 
 
 class Reporter:
-    """The reports of a loader to other processes, such as the dashboard. Used by the training thread alone."""
+    """The reports of a loader to other processes. Used by the training thread alone."""
 
     def __init__(self, directory: Directory, preparer: Preparer) -> None:
         self._file = LoaderFile(directory)
@@ -121,7 +121,7 @@ class Reporter:
         self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
 
     def note_epoch(self, stats: LoaderStats, began_s: float) -> None:
-        """Note the samples of an epoch that began at `began_s`, in seconds since 1970: so far, or in the end."""
+        """Note the samples so far of an epoch that began at `began_s`, in seconds since 1970."""
         if not stats.epoch_samples:
             return
         if self._epochs and self._epochs[-1][0] == stats.epoch:

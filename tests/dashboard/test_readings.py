@@ -11,7 +11,14 @@ import pytest
 
 from cachestream import Cache
 from cachestream.dashboard.page import head_html
-from cachestream.dashboard.readings import Freshness, Rates, Reading, rates_between, read_freshness, verdict
+from cachestream.dashboard.readings import (
+    Activity,
+    Freshness,
+    Reading,
+    rates_between,
+    read_freshness,
+    verdict,
+)
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.telemetry import LoaderReport, Totals
 from tests.support.caches import fill
@@ -57,9 +64,9 @@ def test_rates_are_of_what_lived_through_both_looks(status: CacheStatus) -> None
     later = replace(WORKER, totals=replace(TOTALS, samples=160, fetched_bytes=25_000))
     more = (replace(LOADER, samples=900), replace(LOADER, rank=1, samples=400))
     now = reading(status, 10.0, worker=later, loaders=more, evicted_samples=20)
-    assert rates_between(reading(status), now) == Rates(6.0, 40.0, 2.0, 2_000.0)
+    assert rates_between(reading(status), now) == Activity(6.0, 40.0, 2.0, 2_000.0)
     other = reading(status, 10.0, worker=replace(later, pid=8), loaders=more[1:], evicted_samples=0)
-    assert rates_between(reading(status), other) == Rates(0.0, 0.0, 0.0, 0.0)
+    assert rates_between(reading(status), other) == Activity(0.0, 0.0, 0.0, 0.0)
     assert rates_between(Reading("gone", 0.0, None, "gone"), now) is None
     assert rates_between(now, now) is None
 
