@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -244,7 +244,9 @@ class LoaderFile:
             if self._file is None:
                 self._file = self._open()
             if self._file is not None:
-                self._file.write(json.dumps(asdict(report)).encode())
+                # Not asdict, which copies all epochs one by one.
+                numbers = {field.name: getattr(report, field.name) for field in fields(report)}
+                self._file.write(json.dumps(numbers).encode())
         except CacheError:
             self.close()
 
