@@ -185,7 +185,7 @@ class Remote:
                 filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
                 _set_timeouts(filesystem)
                 if self.is_s3:
-                    filesystem.retries = attempts
+                    filesystem.retries = 1  # botocore makes the attempts; both together would multiply
                     filesystem.close_session = _close_session
                     filesystem.connect()
             except (TypeError, KeyError) as error:
