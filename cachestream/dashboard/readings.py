@@ -15,6 +15,7 @@ import numpy as np
 from cachestream.cli.display import bottleneck
 from cachestream.errors import CacheStreamError, ConfigError
 from cachestream.storage.cache import Cache
+from cachestream.storage.layout import Directory
 from cachestream.storage.snapshots import shard_uses
 from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
@@ -111,12 +112,18 @@ class CacheWatch:
     """The looks at the cache at `path`, which is opened when it is there. Used by one thread."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
-        self.path = os.path.realpath(os.path.expanduser(path))
+        self._directory = Directory(os.path.realpath(os.path.expanduser(path)))
+        self.path = self._directory.root
         self.readings: deque[Reading] = deque(maxlen=_KEPT)
         self._clock = clock
         self._cache: Cache | None = None
         self._freshness: Freshness | None = None
         self._fresh_at_s = 0.0
+
+    @property
+    def exists(self) -> bool:
+        """True if there is a cache."""
+        return os.path.exists(self._directory.catalogue)
 
     def look(self) -> Reading:
         """Look at the cache, unless the last look was a moment ago; returns the last reading."""
@@ -132,7 +139,7 @@ class CacheWatch:
 
     def _read(self, now_s: float) -> Reading:
         try:
-            if not os.path.exists(os.path.join(self.path, "catalogue.sqlite")):
+            if not self.exists:
                 self.close()
                 lost = "The cache is gone, or is being deleted" if self.readings else "There is no cache yet"
                 return Reading(self.path, now_s, None, f"{lost}: {self.path}.")
@@ -148,7 +155,7 @@ class CacheWatch:
 
     def history(self) -> Any:
         """The recorded history of the cache's size: rows of `telemetry.ROW`."""
-        return read_history(os.path.join(self.path, "worker", "history"))
+        return read_history(self._directory.worker_file("history"))
 
     def close(self) -> None:
         """Close the cache. The next look opens it again."""
@@ -182,7 +189,7 @@ def watch_caches(paths: Sequence[str]) -> list[CacheWatch]:
     """
     watches = [CacheWatch(path) for path in dict.fromkeys(paths)]
     for watch, path in zip(watches, dict.fromkeys(paths), strict=True):
-        if not os.path.exists(os.path.join(watch.path, "catalogue.sqlite")):
+        if not watch.exists:
             raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
         Cache(watch.path).close()
     return watches

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -239,6 +241,24 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
     )
     assert done.returncode == 2
     assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cache_of_another_version_is_named(tmp_path: Path) -> None:
+    fill(tmp_path / "cache", 1, 4).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")) as catalogue:
+        catalogue.execute("PRAGMA user_version = 9999")
+        catalogue.execute("CREATE TABLE of_that_version (x)")  # with ours alone it would be a flipped bit
+    done = subprocess.run(
+        [*COMMAND, str(tmp_path / "cache"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "version" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
