@@ -37,6 +37,7 @@ from cachestream.storage.settings import (
     save_copy,
 )
 from cachestream.storage.shard import SUFFIX, MappedShard, shard_path
+from cachestream.storage.telemetry import forget_dead_loaders
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -345,6 +346,7 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     if removed:
         with translated_disk_errors(directory.shards):
             sync_folder(directory.shards)
+    forget_dead_loaders(directory)
     copies = [name for name in os.listdir(directory.root) if name.startswith("cache.json.")]
     if copies:
         with opening_lock(directory):  # nobody is writing one

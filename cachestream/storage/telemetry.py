@@ -251,8 +251,7 @@ class LoaderFile:
             self.close()
 
     def _open(self) -> HeldFile | None:
-        for path in _loader_files(self._directory):
-            remove_unheld(path)  # of processes that were killed
+        forget_dead_loaders(self._directory)
         name = f"{_LOADER_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         file = lock_file(self._directory.worker_file(name))
         if file is not None:
@@ -270,6 +269,12 @@ def _loader_files(directory: Directory) -> list[str]:
     with translated_disk_errors(directory.worker, "listing it"):
         names = os.listdir(directory.worker)
     return [directory.worker_file(name) for name in names if name.startswith(_LOADER_PREFIX)]
+
+
+def forget_dead_loaders(directory: Directory) -> None:
+    """Remove the reports of loaders whose process was killed."""
+    for path in _loader_files(directory):
+        remove_unheld(path)
 
 
 def read_loaders(directory: Directory) -> list[LoaderReport]:
