@@ -187,6 +187,15 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("first_sample_s", "first sample", "s"),
         ),
     ),
+    "trace": Benchmark(
+        "The cost of a trace",
+        "The speed with `cs.trace`, of that without, in turns: the warm batches from above, and one process that stores samples of "
+        "a function, half a millisecond each.",
+        (
+            Figure("epochs_to_untraced", "warm batches", target=0.98),
+            Figure("filling_to_untraced", "filling", target=0.98),
+        ),
+    ),
     "plan": Benchmark(
         "A forecast beside its run",
         "`cachestream plan` for a cache of a quarter of 4,000 arrays that turns over, and a trainer that begins at 600 samples, beside a run of 60 s: the longer time to the shorter.",
