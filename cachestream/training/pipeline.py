@@ -13,7 +13,6 @@ import time
 import traceback
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -22,7 +21,7 @@ from cachestream import tracing
 from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
 from cachestream.training.batch_producer import use_one_torch_thread
-from cachestream.training.batches.mapped_shards import LocationsAhead
+from cachestream.training.batches.mapped_shards import locate_batches
 from cachestream.training.batches.prefetcher import check_process
 from cachestream.training.ranks import find_job, warn_if_early
 from cachestream.training.rendezvous import Cancelled
@@ -63,7 +62,6 @@ class Pipeline:
         self.preparer = preparer
         self.transfer = transfer
         self._producer = producer
-        self._executor = ThreadPoolExecutor(1, "cachestream-locate")
         self._closed = closed
         self.job: ProcessGroup | None = None  # of this process, since `join_job` found it
         self._warned_early = False
@@ -87,7 +85,6 @@ class Pipeline:
         _stop_all_at_exit()
         _pipelines.add(self)
         try:
-            self._executor.submit(int)  # starts its thread: later submits fail only after the shutdown
             for thread in new:
                 thread.start()
         except RuntimeError as error:
@@ -124,7 +121,6 @@ class Pipeline:
             return
         self._closed.set()
         self.schedule.stop()
-        self._executor.shutdown(wait=False, cancel_futures=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()]  # frees those never started
         if not join:
             return
@@ -178,9 +174,7 @@ class Pipeline:
             segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
         wanted = False
         try:
-            segment.locations = LocationsAhead(
-                segment.order, segment.plan, segment.rank, segment.maps, self._executor
-            )
+            segment.locations = locate_batches(segment.order, segment.plan, segment.rank, segment.maps)
             wanted = self.schedule.add(segment)
         finally:
             if not wanted:

@@ -75,9 +75,16 @@ class FixedColumns:
         }
 
     def gather(
-        self, shards: IntArray, rows: IntArray, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
+        self,
+        shards: IntArray,
+        rows: IntArray,
+        arrays: list[np.ndarray[Any, Any]],
+        outs: tuple[int, ...],
+        _keepers: object,
     ) -> None:
-        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `allocate` at `outs`."""
+        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `allocate` at `outs`, from maps
+        that are held by `_keepers`.
+        """
         if memory.in_c is not None:
             non_temporal = len(rows) * self._sample_bytes >= _NON_TEMPORAL_BYTES
             memory.in_c.gather(
@@ -124,7 +131,7 @@ class Gatherer:
         self, shards: IntArray, rows: IntArray, bounds: Sequence[int]
     ) -> tuple[list[Columns], Callable[[], None]]:
         """Return batches that are gathered together, and the copy that fills their fields of one shape, to be
-        called in any thread, before the maps are dropped.
+        called in any thread.
 
         Batch i has samples `bounds[i]` to `bounds[i + 1]` of `rows` of `shards`, both int64 `[n]`.
         """
@@ -136,7 +143,7 @@ class Gatherer:
             part = slice(start - first, stop - first)
             fixed = self._fixed.part(arrays, part.start, part.stop)
             batches.append(self._batch(fixed, shards[part], rows[part]))
-        return batches, functools.partial(self._fixed.gather, shards, rows, arrays, outs)
+        return batches, functools.partial(self._fixed.gather, shards, rows, arrays, outs, self.maps.keepers)
 
     def _batch(self, fixed: Columns, shards: IntArray, rows: IntArray) -> Columns:
         columns: Columns = {}
