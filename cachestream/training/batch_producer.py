@@ -22,10 +22,15 @@ from cachestream import tracing
 from cachestream.config import with_generator
 from cachestream.errors import CorruptShardError
 from cachestream.permutation import mix_key
-from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
 from cachestream.training.batches.collate import to_container
 from cachestream.training.batches.gather import Columns, Gatherer
-from cachestream.training.batches.prefetcher import Prefetcher, PrefetchGroup, can_prefetch
+from cachestream.training.batches.prefetcher import (
+    BatchGroup,
+    Prefetcher,
+    PrefetchGroup,
+    QueuedBatch,
+    can_prefetch,
+)
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.rendezvous import Cancelled
 

@@ -14,7 +14,7 @@ from cachestream.training.ranks import find_job
 if TYPE_CHECKING:
     import weakref
 
-    from cachestream.training.batches.batch_queue import BatchGroup
+    from cachestream.training.batches.prefetcher import BatchGroup
     from cachestream.training.manifests import Recorder
     from cachestream.training.pipeline import Pipeline
     from cachestream.training.segment import Request, Segment

@@ -21,8 +21,7 @@ from cachestream import Cache, EpochError, EpochLoader, collate
 from cachestream.training import loader as loader_module
 from cachestream.training.batches import memory
 from cachestream.training.batches import prefetcher as prefetcher_module
-from cachestream.training.batches.batch_queue import BatchGroup
-from cachestream.training.batches.prefetcher import Prefetcher
+from cachestream.training.batches.prefetcher import BatchGroup, Prefetcher
 from cachestream.training.batches.transfer import (
     BatchTransform,
     Staged,
