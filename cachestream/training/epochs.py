@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cachestream.errors import EpochError
 from cachestream.training.iteration import EpochIteration, Stage
 from cachestream.training.segment import Request, Segment
-from cachestream.training.stats import LoaderStats, Meter, Reporter
+from cachestream.training.stats import LoaderStats, Meter
 
 if TYPE_CHECKING:
     from cachestream.storage.layout import Directory
@@ -32,8 +32,7 @@ class EpochSequence:
         self._schedule = pipeline.schedule
         self._recorder = recorder
         self._timeout_s = options.timeout_s
-        self._reporter = Reporter(directory, pipeline.preparer)
-        self._meter = Meter(reporter=self._reporter)
+        self._meter = Meter(directory, pipeline.preparer)
         self._iteration: EpochIteration | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
@@ -81,7 +80,7 @@ class EpochSequence:
         # timeout.
         self._pipeline.stop(join=False)
         self._end_epoch(stage)
-        self._reporter.close()
+        self._meter.close()
 
     @property
     def epoch(self) -> int:
@@ -202,4 +201,4 @@ class EpochSequence:
     def stats(self) -> LoaderStats:
         """Statistics of deliveries and waits so far."""
         epoch = self.epoch if self._iteration is None else self._iteration.epoch
-        return self._meter.stats(epoch, self._pipeline.preparer.last_s)
+        return self._meter.stats(epoch)

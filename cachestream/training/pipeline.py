@@ -7,6 +7,8 @@ that an epoch's first batch is ready before the last batch of the previous epoch
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import os
 import threading
 import time
@@ -20,18 +22,22 @@ import numpy as np
 from cachestream import tracing
 from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
-from cachestream.training.batch_producer import use_one_torch_thread
+from cachestream.training.batch_producer import BatchProducer, use_one_torch_thread
 from cachestream.training.batches.mapped_shards import locate_batches
-from cachestream.training.batches.prefetcher import check_process
-from cachestream.training.ranks import find_job, warn_if_early
+from cachestream.training.batches.prefetcher import Prefetcher, check_process
+from cachestream.training.batches.transfer import make_transfer
+from cachestream.training.prepare import Preparer
+from cachestream.training.ranks import Deadlines, find_job, find_ranks, warn_if_early
 from cachestream.training.rendezvous import Cancelled
+from cachestream.training.schedule import Schedule
 
 if TYPE_CHECKING:
-    from cachestream.training.batch_producer import BatchProducer
-    from cachestream.training.batches.transfer import Transfer
-    from cachestream.training.prepare import Preparer
+    import torch
+
+    from cachestream.storage.cache import Cache
+    from cachestream.training.batches.transfer import BatchTransform
+    from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.rendezvous import ProcessGroup
-    from cachestream.training.schedule import Schedule
     from cachestream.training.segment import Request, Segment
 
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
@@ -42,8 +48,13 @@ _URGENT_OPEN_S: Final = 0.5  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
 _OPEN_AT_ONCE: Final = 16
 
+# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a wait
+# for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
+_RANKS_DEADLINE_S: Final = 60.0
+
 _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 
+_instances = itertools.count()
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -52,17 +63,21 @@ class Pipeline:
 
     def __init__(
         self,
-        schedule: Schedule,
-        preparer: Preparer,
-        transfer: Transfer,
-        producer: BatchProducer,
-        closed: threading.Event,
+        cache: Cache,
+        options: LoaderOptions,
+        prefetch: int,
+        device: torch.device | str | int | None,
+        transform: BatchTransform | None,
     ) -> None:
-        self.schedule = schedule
-        self.preparer = preparer
-        self.transfer = transfer
-        self._producer = producer
-        self._closed = closed
+        self._closed = closed = threading.Event()
+        self.transfer = make_transfer(device, prefetch + 2)
+        deadlines = Deadlines(0.9 * options.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * options.timeout_s))
+        common = options.to_compare()
+        find = functools.partial(find_ranks, next(_instances), common, cache.cache_id, deadlines, closed)
+        self.preparer = Preparer(cache, options, find, closed)
+        self.schedule = Schedule(prefetch)
+        prefetcher = Prefetcher(prefetch, self.transfer) if transform is None else None
+        self._producer = BatchProducer(self.schedule, self.transfer, transform, cache.quarantine, prefetcher)
         self.job: ProcessGroup | None = None  # of this process, since `join_job` found it
         self._warned_early = False
         self._pid = os.getpid()
