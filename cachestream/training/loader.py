@@ -14,7 +14,7 @@ from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
-from cachestream.training.epochs import EpochSequence
+from cachestream.training.epochs import EpochIteration, EpochSequence
 from cachestream.training.loader_options import LoaderOptions, check_objects, make_weights, refuse_unknown
 from cachestream.training.manifests import Recorder
 from cachestream.training.pipeline import Pipeline
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
-    from cachestream.training.batches.ragged import Ragged
+    from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.dataset import EpochDataset
-    from cachestream.training.iteration import EpochIteration
     from cachestream.training.samplers import SamplerLike
     from cachestream.training.stats import LoaderStats
 
@@ -153,7 +152,7 @@ class EpochLoader:
         """The number of batches on each rank in the running epoch, otherwise (also after a `break`) in the
         next one, which is then prepared.
         """
-        return self._epochs.length()
+        return self._epochs.segment().total
 
     def peek(self) -> Any:
         """A copy of the first batch of the next iteration; the position does not change.

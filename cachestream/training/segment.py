@@ -19,8 +19,8 @@ from cachestream.training.checkpoint import SegmentRecord
 
 if TYPE_CHECKING:
     from cachestream.schema import Snapshot
+    from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.mapped_shards import EpochMaps, SampleLocations
-    from cachestream.training.batches.ragged import Ragged
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.plan import Plan, SampleOrder
 

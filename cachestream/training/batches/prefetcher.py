@@ -129,13 +129,11 @@ class PrefetchGroup(BatchGroup):
         self.handed = 0
         self.total = self.num_ungathered = len(locations)
         # Several small batches are one task, which shares the cost; some are taken while others are gathered.
-        self._most_together = segment.batches_together
-        # The first batch of a segment must not wait for others.
-        self._together = self._most_together if locations.first else 1
-        self.most_ahead = max(prefetcher.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
+        self._together = segment.batches_together
+        self.most_ahead = max(prefetcher.prefetch, 2 * self._together if self._together > 1 else 1)
         self.low = max(self.most_ahead, self.total // 4)
         # Non-temporal stores where the batches ahead and those of the trainer do not fit into the caches.
-        in_use = self.most_ahead + 2 * self._most_together
+        in_use = self.most_ahead + 2 * self._together
         self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._prefetcher = prefetcher
         self._locations = locations  # the addresses are of its arrays
@@ -170,9 +168,8 @@ class PrefetchGroup(BatchGroup):
             self._ahead.reach(self._locations.first + batch)
         size = self._bounds[last] - self._bounds[first]
         # Room of one size for all tasks, so that buffers are reused.
-        room = max(size, self._most_together * self.segment.plan.batch_size)
+        room = max(size, self._together * self.segment.plan.batch_size)
         arrays, outs = self._columns.allocate(self._prefetcher.transfer.pool.lend, size, room)
-        self._together = min(self._most_together, 4 * self._together)
         return GatherTask(self, number, first, last, arrays, outs)
 
     def submit(self, queue: Queue, task: GatherTask) -> None:
