@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.rendezvous import ProcessGroup
-    from cachestream.training.segment import Request, Segment
+    from cachestream.training.segment import Request
 
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 _RANKS_POLL_S: Final = 0.25  # between two checks for a request of another rank
@@ -150,13 +150,14 @@ class Pipeline:
     # --- preparing
 
     def _prepare_loop(self) -> None:
-        schedule, preparer, checked_s = self.schedule, self.preparer, 0.0
+        schedule, preparer, checked_s, opening = self.schedule, self.preparer, 0.0, False
         while True:
             schedule.activity["prepare"] = "waiting for its time"
             if time.monotonic() - checked_s >= _CHECK_FILLING_S:
                 preparer.check_filling()
                 checked_s = time.monotonic()
-            asked = schedule.wait_request(2 * preparer.last_s, self._wait_s())
+            pause_s = _CHECK_FILLING_S if preparer.num_ranks <= 1 else _RANKS_POLL_S
+            asked = schedule.wait_request(2 * preparer.last_s, 0.0 if opening else pause_s)
             if asked is None:
                 preparer.finish()
                 preparer.forget()
@@ -164,10 +165,11 @@ class Pipeline:
             request, due = asked
             try:
                 if not due and not (schedule.may_prepare_early(request) and preparer.requested(request)):
-                    self._open_some()
+                    opening = self._open_some()
                     continue
                 schedule.activity["prepare"] = f"preparing epoch {request.epoch}"
                 self._prepare(request)
+                opening = True
             except Cancelled:
                 preparer.finish()
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
@@ -176,12 +178,6 @@ class Pipeline:
                 schedule.fail(request, error)
                 # Afterwards: a rank that was stopped may have locked the catalogue, and the error names it.
                 preparer.finish()
-
-    def _wait_s(self) -> float:
-        """The longest wait for the next request before other work is checked, in seconds."""
-        if self._to_open() is not None:
-            return 0.0
-        return _CHECK_FILLING_S if self.preparer.num_ranks <= 1 else _RANKS_POLL_S
 
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
@@ -195,23 +191,17 @@ class Pipeline:
             if not wanted:
                 segment.close()
 
-    def _to_open(self) -> Segment | None:
-        """The segment being gathered, if some of its shards are still to be opened; otherwise None."""
+    def _open_some(self) -> bool:
+        """Open a few more shards of the running segment before its batches need them; return whether to go on."""
         segment = self.schedule.gathering
-        return None if segment is None or segment.opened_ahead or segment.maps.all_mapped else segment
-
-    def _open_some(self) -> None:
-        """Open a few more shards of the running segment before its batches need them."""
-        segment = self._to_open()
-        if segment is None:
-            return
+        if segment is None or segment.maps.all_mapped:
+            return False
         maps = segment.maps
         self.schedule.activity["prepare"] = "opening shards"
         room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
         missing = np.flatnonzero(~maps.mapped)[:room]
         # The gathering thread handles damaged shards when it reaches them.
-        if not len(missing) or maps.open(missing, ahead=True):
-            segment.opened_ahead = True
+        return bool(len(missing)) and not maps.open(missing, ahead=True)
 
     # --- gathering
 

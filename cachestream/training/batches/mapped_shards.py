@@ -25,15 +25,12 @@ from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training.batches.memory import read_numbers
 
 if TYPE_CHECKING:
-    from cachestream.schema import IntArray
     from cachestream.training.plan import Plan, SampleOrder
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 Floats = npt.NDArray[np.float64]
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
-
-
 _BLOCK: Final = 65_536  # samples located at once, to share the cost of numpy calls
 
 
