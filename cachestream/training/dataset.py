@@ -145,7 +145,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         with self._exclusive():
             gatherer = self._open()
             shards, rows = _mapped(gatherer.maps, samples)
-            self._reading.reach(samples)
+            self._reading.reach(shards, rows)
             return gatherer.gather(shards, rows)
 
     def _exclusive(self) -> threading.Lock:
