@@ -163,22 +163,17 @@ class EpochIteration:
 
     def _end_error(self) -> Exception:
         """The exception that says why there are no more batches."""
-        if self.stage is Stage.FAILED:
-            return EpochError(
-                f"this iteration of epoch {self.epoch} has ended with an error ({self._failure}); iterate the loader "
-                "to go on"
-            )
-        if self.stage is Stage.LEFT:
-            return EpochError(
-                f"this iteration of epoch {self.epoch} has ended: the loader has begun another one, or was moved by "
-                "set_epoch or load_state_dict"
-            )
+        if self.stage is Stage.FINISHED:
+            return StopIteration()
         if self.stage is Stage.CLOSED:
             return EpochError(
                 f"the EpochLoader was closed after {self.batches} batches of epoch {self.epoch}; to go on there, give "
                 "its state_dict() to a new one"
             )
-        return StopIteration()
+        why = ": the loader has begun another one, or was moved by set_epoch or load_state_dict"
+        if self.stage is Stage.FAILED:
+            why = f" with an error ({self._failure}); iterate the loader to go on"
+        return EpochError(f"this iteration of epoch {self.epoch} has ended{why}")
 
     def _fail(self, error: BaseException) -> None:
         """Fail on KeyboardInterrupt, or if the epoch could not be prepared."""
@@ -280,7 +275,8 @@ class EpochSequence:
             request = again.request
             self._wanted_epoch = None
         else:
-            self._end_epoch(Stage.LEFT)
+            if again is not None:
+                again.end(Stage.LEFT)
             self._join_job()  # not before: an epoch in progress is finished first
             self._apply_wanted_epoch()
             again, request = None, self._next_request
@@ -293,11 +289,6 @@ class EpochSequence:
         self._meter.add_gap(self._meter.clock() - began_s)
         return iteration
 
-    def _end_epoch(self, stage: Stage) -> None:
-        """End the running epoch."""
-        if self._running is not None:
-            self._running.end(stage)
-
     def close(self) -> None:
         """End the running epoch and the pipeline; the state stays as it is now."""
         stage = Stage.CLOSED
@@ -307,7 +298,8 @@ class EpochSequence:
         # Before the queue is emptied: a thread that waits for a batch then learns of the end, not of a
         # timeout.
         self._pipeline.stop(join=False)
-        self._end_epoch(stage)
+        if running is not None:
+            running.end(stage)
         self._meter.close()
 
     @property
@@ -417,7 +409,8 @@ class EpochSequence:
 
     def resume_from(self, request: Request) -> None:
         """Go on with `request`, that of a state."""
-        self._end_epoch(Stage.LEFT)
+        if self._running is not None:
+            self._running.end(Stage.LEFT)
         self._iteration, self._wanted_epoch = None, None
         self._join_job()
         self.jump(request)
