@@ -187,7 +187,7 @@ def in_order(num_threads: int, work: Callable[[Item], Result], items: Iterator[I
         return
     with ThreadPoolExecutor(num_threads, "cachestream-gather", use_one_torch_thread) as threads:
         running: deque[Future[Result]] = deque()
-        for future in map(lambda item: threads.submit(work, item), items):
+        for future in map(lambda item: threads.submit(work, item), items):  # noqa: C417 - see above
             running.append(future)
             del future
             if len(running) > num_threads:

@@ -153,6 +153,7 @@ class EpochMaps:
         self.mapped = np.zeros(num_shards, np.bool_)
         self.verified: set[int] = set() if previous is None else previous.verified
         self.keepers: npt.NDArray[Any] = np.full(num_shards, None, object)
+        self._dropped = self.keepers
         self._lock = threading.Lock()
         if previous is not None:
             self._adopt(previous)
@@ -255,7 +256,9 @@ class EpochMaps:
     def _drop_all(self) -> None:
         with self._lock:
             self.mapped[:] = False
-            self.keepers = np.full(len(self.mapped), None, object)
+            # A copy that runs since before the last drop may have read addresses of maps made since then. None
+            # runs for longer: no more than two batches are opened after its own.
+            self._dropped, self.keepers = self.keepers, np.full(len(self.mapped), None, object)
 
     def _adopt(self, previous: EpochMaps) -> None:
         """Take over the maps of the shards that `previous` has too, by a few array operations."""
