@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from cachestream.streaming import stream
     from cachestream.tracing import trace
     from cachestream.training.batches.collate import collate
-    from cachestream.training.batches.ragged import Padded
+    from cachestream.training.batches.gather import Padded
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.loader import EpochLoader
     from cachestream.worker.worker import Worker, start_worker
@@ -115,7 +115,7 @@ _HOMES: Final[dict[str, str]] = {
     "MDSSource": "sources.peers.mds",
     "IterableSource": "sources.datasets",
     "Manifest": "listing.manifest",
-    "Padded": "training.batches.ragged",
+    "Padded": "training.batches.gather",
     "ParquetSource": "sources.parquet",
     "Source": "sources.base",
     "TFRecordSource": "sources.tfrecord",

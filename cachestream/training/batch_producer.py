@@ -11,9 +11,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,15 @@ from cachestream import tracing
 from cachestream.config import with_generator
 from cachestream.errors import CorruptShardError
 from cachestream.permutation import mix_key
-from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
 from cachestream.training.batches.collate import to_container
 from cachestream.training.batches.gather import Columns, Gatherer
-from cachestream.training.batches.prefetcher import Prefetcher, PrefetchGroup, can_prefetch
+from cachestream.training.batches.prefetcher import (
+    BatchGroup,
+    Prefetcher,
+    PrefetchGroup,
+    QueuedBatch,
+    can_prefetch,
+)
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.rendezvous import Cancelled
 
@@ -39,89 +44,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class OrderedThreads(Generic[Item, Result]):
-    """`num_threads` threads that do `work` on items. Used by one thread.
-
-    The caller of `run` takes the items and delivers the results. With one thread, it works on them, too.
-    Otherwise one item more than there are threads is in work, so that no thread waits for the caller.
-    """
-
-    def __init__(
-        self, num_threads: int, work: Callable[[Item], Result], deliver: Callable[[Result], bool]
-    ) -> None:
-        self._num_threads = num_threads
-        self._work = work
-        self._deliver = deliver
-        self._running: deque[Future[Result]] = deque()
-
-    def run(self, items: Iterator[Item]) -> bool:
-        """Work on all `items`; return False if `deliver` returned False.
-
-        Raises the error of the iterator, of `work` or of `deliver`, once the results of all earlier items are
-        delivered.
-        """
-        if self._num_threads == 1:
-            for item in items:
-                if not self._deliver(self._work(item)):
-                    return False
-                del item  # frees its memory for the next one
-            return True
-        with ThreadPoolExecutor(self._num_threads, "cachestream-gather", use_one_torch_thread) as threads:
-            is_more = True
-            while True:
-                while is_more and len(self._running) <= self._num_threads:
-                    is_more = self._start_next(items, threads)
-                if not self._running:
-                    return True
-                # No variable refers to the future: its error would refer to this frame, and the frame to it.
-                if not self._deliver(self._running.popleft().result()):
-                    return False
-
-    def settle(self) -> None:
-        """Wait until all items are worked on; called by the iterator of the items."""
-        wait(self._running)
-
-    def _start_next(self, items: Iterator[Item], threads: ThreadPoolExecutor) -> bool:
-        """Start work on the next item, if there is one; return whether there may be more."""
-        try:
-            self._running.append(threads.submit(self._work, next(items)))
-        except StopIteration:
-            return False
-        except BaseException as error:  # noqa: BLE001 - raised by `run`, in its turn
-            self._running.append(_failed(error))
-            return False
-        return True
-
-
-def _failed(error: BaseException) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
-
-
-def use_one_torch_thread() -> None:
-    """Let torch use one thread in this thread from now on, and leave all others as they are.
-
-    `torch.set_num_threads` applies to the calling thread, but also sets the number for new threads: a
-    short-lived thread restores that.
-    """
-    if torch.get_num_threads() == 1:
-        return
-    default = _in_a_new_thread(torch.get_num_threads)
-    torch.set_num_threads(1)
-    _in_a_new_thread(lambda: torch.set_num_threads(default))
-
-
-def _in_a_new_thread(function: Callable[[], Result]) -> Result:
-    results: list[Result] = []
-    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
-    thread.start()
-    thread.join()
-    return results[0]
-
-
 _MOST_THREADS: Final = 2  # two threads saturate the memory bandwidth
 
 
@@ -150,12 +72,19 @@ class BatchProducer:
     def run(self, segment: Segment) -> None:
         """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
         num_threads = 1 if self._transform is None else _num_threads(segment)
-        threads = OrderedThreads(num_threads, functools.partial(self._finish, segment), self._deliver)
         prefetcher = self.prefetcher if can_prefetch(segment) else None
-        on_damage = functools.partial(self._on_damage, segment)
-        reader = _SegmentReader(segment, self._transfer.pool, prefetcher, on_damage, threads.settle)
+        reader = _SegmentReader(
+            segment, self._transfer.pool, prefetcher, functools.partial(self._on_damage, segment)
+        )
+        finish = functools.partial(self._finish, segment)
         try:
-            if threads.run(reader.read()) and segment.last:
+            for group in in_order(num_threads, finish, reader.read()):
+                wanted = self._prefetch(group) if isinstance(group, PrefetchGroup) else self._queue(group)
+                if group in self._errors:
+                    raise self._errors.pop(group)
+                if not wanted:
+                    return
+            if segment.last:
                 self._schedule.put(BatchGroup(segment, is_end=True))
         finally:
             self._errors.clear()
@@ -169,7 +98,7 @@ class BatchProducer:
             with tracing.span("gather", batches=len(read.batches)):
                 read.copy()
             self._send(group, read)
-        except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
+        except BaseException as error:  # noqa: BLE001 - raised by `run`, after what came before it
             self._errors[group] = error
         return group
 
@@ -202,14 +131,9 @@ class BatchProducer:
 
         return seeded
 
-    def _deliver(self, group: BatchGroup) -> bool:
-        """Queue a finished group; return False if it is stale. Raises the error of the batch after it."""
-        if isinstance(group, PrefetchGroup):
-            return self._prefetch(group)
-        wanted = not len(group) or self._schedule.put(group)
-        if group in self._errors:
-            raise self._errors.pop(group)
-        return wanted
+    def _queue(self, group: BatchGroup) -> bool:
+        """Queue `group`, if it has a batch; False if it is stale."""
+        return not len(group) or self._schedule.put(group)
 
     def _prefetch(self, group: PrefetchGroup) -> bool:
         """Have `group` gathered until the trainer has taken most of it; False if it is stale."""
@@ -231,6 +155,47 @@ def _num_threads(segment: Segment) -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
 
 
+def use_one_torch_thread() -> None:
+    """Let torch use one thread in this thread from now on, and leave all others as they are.
+
+    `torch.set_num_threads` applies to the calling thread, but also sets the number for new threads: a
+    short-lived thread restores that.
+    """
+    if torch.get_num_threads() == 1:
+        return
+    default = _in_a_new_thread(torch.get_num_threads)
+    torch.set_num_threads(1)
+    _in_a_new_thread(lambda: torch.set_num_threads(default))
+
+
+def _in_a_new_thread(function: Callable[[], Result]) -> Result:
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_order(num_threads: int, work: Callable[[Item], Result], items: Iterator[Item]) -> Iterator[Result]:
+    """Yield the results of `work` on `items`, in order; several threads do it, or with one the caller's.
+
+    One item more than there are threads is in work, so that no thread waits for the caller.
+    """
+    # No variable refers to a future or an item: it would keep the memory of its batches.
+    if num_threads == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(num_threads, "cachestream-gather", use_one_torch_thread) as threads:
+        running: deque[Future[Result]] = deque()
+        for future in map(lambda item: threads.submit(work, item), items):  # noqa: C417 - see above
+            running.append(future)
+            del future
+            if len(running) > num_threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
 class _ReadBatches(NamedTuple):
     """A few batches of this rank from number `first` on: for each its fields, its number of samples, and the
     number of samples that were left out because their shard is damaged.
@@ -249,8 +214,7 @@ class _SegmentReader:
     """Reads the batches of `segment` for this rank, in order, without the samples of damaged shards.
 
     With `prefetcher`, it gathers them once all shards are mapped. `on_damage(shard id, error)` is called for
-    each damaged shard. `settle()` must return when no copies of earlier batches run any more: it is called
-    before maps are dropped.
+    each damaged shard.
     """
 
     def __init__(
@@ -259,7 +223,6 @@ class _SegmentReader:
         pool: BufferPool,
         prefetcher: Prefetcher | None,
         on_damage: Callable[[int, CorruptShardError], None],
-        settle: Callable[[], None],
     ) -> None:
         self._segment = segment
         self._maps = segment.maps
@@ -269,13 +232,11 @@ class _SegmentReader:
         self._gatherer = Gatherer(segment.maps, pool, room, segment.with_keys, segment.ragged)
         self._damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
         self._on_damage = on_damage
-        self._settle = settle
 
     def read(self) -> Iterator[_ReadBatches | PrefetchGroup]:
         """Yield the batches in order: one at a time until all shards are mapped, then a few or a block."""
-        assert self._segment.locations is not None
-        ahead = ReadAhead(self._segment)
-        for block in self._segment.locations:
+        segment, ahead = self._segment, ReadAhead(self._segment)
+        for block in segment.locations:
             start = 0
             while start < len(block):
                 is_ready = self._maps.all_mapped
@@ -284,13 +245,13 @@ class _SegmentReader:
                 if not is_ready:
                     self._open(part.shards)
                 if self._prefetcher is not None and self._maps.all_mapped:
-                    yield PrefetchGroup(self._prefetcher, self._segment, part, ahead)
+                    yield PrefetchGroup(self._prefetcher, segment, part, ahead)
                 else:
                     yield from self._gather(part, ahead)
                 start = stop
 
     def _open(self, shards: IntArray) -> None:
-        for position, error in self._maps.open(shards[~self._damaged[shards]], self._settle):
+        for position, error in self._maps.open(shards[~self._damaged[shards]]):
             self._damaged[position] = True
             self._on_damage(int(self._segment.snapshot.shard_ids[position]), error)
 

@@ -21,7 +21,7 @@ from cachestream.errors import EpochError
 from cachestream.repr_html import table
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.batches.collate import as_samples, to_container
+from cachestream.training.batches.collate import SampleBatch, rows_of, to_container
 from cachestream.training.batches.gather import Columns, Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.memory import BufferPool
@@ -81,7 +81,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: Indices) -> Sequence[Any]:
         """The samples at `indices`, gathered together; a DataLoader calls this."""
         samples = self._check_indices(indices)
-        return as_samples(self._gather(samples), self.snapshot.schema, len(samples))
+        columns, schema = self._gather(samples), self.snapshot.schema
+        if schema.container not in ("dict", "tuple"):
+            return list(rows_of(columns[schema.names[0]]))
+        return SampleBatch(columns, schema, len(samples))
 
     def keys(self, indices: Indices | None = None) -> list[str]:
         """The keys of the samples at `indices` (None: of all samples, in order)."""
@@ -142,7 +145,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         with self._exclusive():
             gatherer = self._open()
             shards, rows = _mapped(gatherer.maps, samples)
-            self._reading.reach(samples)
+            self._reading.reach(shards, rows)
             return gatherer.gather(shards, rows)
 
     def _exclusive(self) -> threading.Lock:

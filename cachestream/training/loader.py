@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -17,34 +14,21 @@ from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
-from cachestream.training.batch_producer import BatchProducer
-from cachestream.training.batches.prefetcher import Prefetcher
-from cachestream.training.batches.transfer import make_transfer
-from cachestream.training.epochs import EpochSequence
+from cachestream.training.epochs import EpochIteration, EpochSequence
 from cachestream.training.loader_options import LoaderOptions, check_objects, make_weights, refuse_unknown
 from cachestream.training.manifests import Recorder
 from cachestream.training.pipeline import Pipeline
-from cachestream.training.prepare import Preparer
-from cachestream.training.ranks import Deadlines, find_ranks
-from cachestream.training.schedule import Schedule
 from cachestream.training.segment import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
-    from cachestream.training.batches.ragged import Ragged
+    from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.dataset import EpochDataset
-    from cachestream.training.iteration import EpochIteration
     from cachestream.training.samplers import SamplerLike
     from cachestream.training.stats import LoaderStats
-
-
-_instances = itertools.count()
-# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a wait
-# for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
-_RANKS_DEADLINE_S: Final = 60.0
 
 
 class EpochLoader:
@@ -151,7 +135,7 @@ class EpochLoader:
         self.batch_size = options.batch_size
         folder = None if record is None else parse_path(record, "record")
         self._recorder = None if folder is None else Recorder(folder, options.to_record())
-        self._pipeline = _make_pipeline(cache, options, prefetch, device, batch_transform)
+        self._pipeline = Pipeline(cache, options, prefetch, device, batch_transform)
         # The threads hold the pipeline and not the loader, so a loader without references ends them.
         weakref.finalize(self, self._pipeline.stop, join=False).atexit = False
         self._epochs = EpochSequence(self._pipeline, self._recorder, options, cache.directory)
@@ -168,7 +152,7 @@ class EpochLoader:
         """The number of batches on each rank in the running epoch, otherwise (also after a `break`) in the
         next one, which is then prepared.
         """
-        return self._epochs.length()
+        return self._epochs.segment().total
 
     def peek(self) -> Any:
         """A copy of the first batch of the next iteration; the position does not change.
@@ -316,26 +300,3 @@ class _Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._iteration.next()
-
-
-def _make_pipeline(
-    cache: Cache,
-    options: LoaderOptions,
-    prefetch: int,
-    device: torch.device | str | int | None,
-    transform: BatchTransform | None,
-) -> Pipeline:
-    transfer, closed = make_transfer(device, prefetch + 2), threading.Event()
-    find = functools.partial(
-        find_ranks,
-        next(_instances),
-        options.to_compare(),
-        cache.cache_id,
-        Deadlines(0.9 * options.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * options.timeout_s)),
-        closed,
-    )
-    preparer = Preparer(cache, options, find, closed)
-    schedule = Schedule(prefetch)
-    prefetcher = Prefetcher(prefetch, transfer) if transform is None else None
-    producer = BatchProducer(schedule, transfer, transform, cache.quarantine, prefetcher)
-    return Pipeline(schedule, preparer, transfer, producer, closed)

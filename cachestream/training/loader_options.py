@@ -18,7 +18,7 @@ from cachestream.config import (
     reject_unknown,
 )
 from cachestream.errors import ConfigError
-from cachestream.training.batches.ragged import Ragged, check_ragged
+from cachestream.training.batches.gather import Ragged, check_ragged
 from cachestream.training.manifests import Replay
 from cachestream.training.samplers import check_sampler
 from cachestream.training.weights import KeyWeights

@@ -7,13 +7,14 @@ that an epoch's first batch is ready before the last batch of the previous epoch
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import os
 import threading
 import time
 import traceback
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,19 +22,23 @@ import numpy as np
 from cachestream import tracing
 from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
-from cachestream.training.batch_producer import use_one_torch_thread
-from cachestream.training.batches.mapped_shards import LocationsAhead
-from cachestream.training.batches.prefetcher import check_process
-from cachestream.training.ranks import find_job, warn_if_early
+from cachestream.training.batch_producer import BatchProducer, use_one_torch_thread
+from cachestream.training.batches.mapped_shards import locate_batches
+from cachestream.training.batches.prefetcher import Prefetcher, check_process
+from cachestream.training.batches.transfer import make_transfer
+from cachestream.training.prepare import Preparer
+from cachestream.training.ranks import Deadlines, find_job, find_ranks, warn_if_early
 from cachestream.training.rendezvous import Cancelled
+from cachestream.training.schedule import Schedule
 
 if TYPE_CHECKING:
-    from cachestream.training.batch_producer import BatchProducer
-    from cachestream.training.batches.transfer import Transfer
-    from cachestream.training.prepare import Preparer
+    import torch
+
+    from cachestream.storage.cache import Cache
+    from cachestream.training.batches.transfer import BatchTransform
+    from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.rendezvous import ProcessGroup
-    from cachestream.training.schedule import Schedule
-    from cachestream.training.segment import Request, Segment
+    from cachestream.training.segment import Request
 
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 _RANKS_POLL_S: Final = 0.25  # between two checks for a request of another rank
@@ -43,8 +48,13 @@ _URGENT_OPEN_S: Final = 0.5  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
 _OPEN_AT_ONCE: Final = 16
 
+# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a wait
+# for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
+_RANKS_DEADLINE_S: Final = 60.0
+
 _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 
+_instances = itertools.count()
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -53,18 +63,21 @@ class Pipeline:
 
     def __init__(
         self,
-        schedule: Schedule,
-        preparer: Preparer,
-        transfer: Transfer,
-        producer: BatchProducer,
-        closed: threading.Event,
+        cache: Cache,
+        options: LoaderOptions,
+        prefetch: int,
+        device: torch.device | str | int | None,
+        transform: BatchTransform | None,
     ) -> None:
-        self.schedule = schedule
-        self.preparer = preparer
-        self.transfer = transfer
-        self._producer = producer
-        self._executor = ThreadPoolExecutor(1, "cachestream-locate")
-        self._closed = closed
+        self._closed = closed = threading.Event()
+        self.transfer = make_transfer(device, prefetch + 2)
+        deadlines = Deadlines(0.9 * options.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * options.timeout_s))
+        common = options.to_compare()
+        find = functools.partial(find_ranks, next(_instances), common, cache.cache_id, deadlines, closed)
+        self.preparer = Preparer(cache, options, find, closed)
+        self.schedule = Schedule(prefetch)
+        prefetcher = Prefetcher(prefetch, self.transfer) if transform is None else None
+        self._producer = BatchProducer(self.schedule, self.transfer, transform, cache.quarantine, prefetcher)
         self.job: ProcessGroup | None = None  # of this process, since `join_job` found it
         self._warned_early = False
         self._pid = os.getpid()
@@ -87,7 +100,6 @@ class Pipeline:
         _stop_all_at_exit()
         _pipelines.add(self)
         try:
-            self._executor.submit(int)  # starts its thread: later submits fail only after the shutdown
             for thread in new:
                 thread.start()
         except RuntimeError as error:
@@ -124,7 +136,6 @@ class Pipeline:
             return
         self._closed.set()
         self.schedule.stop()
-        self._executor.shutdown(wait=False, cancel_futures=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()]  # frees those never started
         if not join:
             return
@@ -139,13 +150,14 @@ class Pipeline:
     # --- preparing
 
     def _prepare_loop(self) -> None:
-        schedule, preparer, checked_s = self.schedule, self.preparer, 0.0
+        schedule, preparer, checked_s, opening = self.schedule, self.preparer, 0.0, False
         while True:
             schedule.activity["prepare"] = "waiting for its time"
             if time.monotonic() - checked_s >= _CHECK_FILLING_S:
                 preparer.check_filling()
                 checked_s = time.monotonic()
-            asked = schedule.wait_request(2 * preparer.last_s, self._wait_s())
+            pause_s = _CHECK_FILLING_S if preparer.num_ranks <= 1 else _RANKS_POLL_S
+            asked = schedule.wait_request(2 * preparer.last_s, 0.0 if opening else pause_s)
             if asked is None:
                 preparer.finish()
                 preparer.forget()
@@ -153,10 +165,11 @@ class Pipeline:
             request, due = asked
             try:
                 if not due and not (schedule.may_prepare_early(request) and preparer.requested(request)):
-                    self._open_some()
+                    opening = self._open_some()
                     continue
                 schedule.activity["prepare"] = f"preparing epoch {request.epoch}"
                 self._prepare(request)
+                opening = True
             except Cancelled:
                 preparer.finish()
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
@@ -166,43 +179,29 @@ class Pipeline:
                 # Afterwards: a rank that was stopped may have locked the catalogue, and the error names it.
                 preparer.finish()
 
-    def _wait_s(self) -> float:
-        """The longest wait for the next request before other work is checked, in seconds."""
-        if self._to_open() is not None:
-            return 0.0
-        return _CHECK_FILLING_S if self.preparer.num_ranks <= 1 else _RANKS_POLL_S
-
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
         with tracing.span("prepare", epoch=request.epoch):
             segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
         wanted = False
         try:
-            segment.locations = LocationsAhead(
-                segment.order, segment.plan, segment.rank, segment.maps, self._executor
-            )
+            segment.locations = locate_batches(segment.order, segment.plan, segment.rank, segment.maps)
             wanted = self.schedule.add(segment)
         finally:
             if not wanted:
                 segment.close()
 
-    def _to_open(self) -> Segment | None:
-        """The segment being gathered, if some of its shards are still to be opened; otherwise None."""
+    def _open_some(self) -> bool:
+        """Open a few more shards of the running segment before its batches need them; return whether to go on."""
         segment = self.schedule.gathering
-        return None if segment is None or segment.opened_ahead or segment.maps.all_mapped else segment
-
-    def _open_some(self) -> None:
-        """Open a few more shards of the running segment before its batches need them."""
-        segment = self._to_open()
-        if segment is None:
-            return
+        if segment is None or segment.maps.all_mapped:
+            return False
         maps = segment.maps
         self.schedule.activity["prepare"] = "opening shards"
         room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
         missing = np.flatnonzero(~maps.mapped)[:room]
         # The gathering thread handles damaged shards when it reaches them.
-        if not len(missing) or maps.open(missing, ahead=True):
-            segment.opened_ahead = True
+        return bool(len(missing)) and not maps.open(missing, ahead=True)
 
     # --- gathering
 

@@ -304,8 +304,6 @@ _WARN_AFTER_S: Final = 8.0
 _WARN_RETRY_S: Final = 0.5
 _LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
 
-logger = logging.getLogger("cachestream")
-
 
 def wait_for_samples(
     cache: Cache,

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from cachestream.errors import EpochError
-from cachestream.training.batches.batch_queue import BatchGroup, BatchQueue
 from cachestream.training.segment import SegmentChain
 
 if TYPE_CHECKING:
+    from cachestream.training.batches.prefetcher import BatchGroup
     from cachestream.training.segment import Request, Segment
 
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
@@ -72,7 +73,8 @@ class Schedule:
     """The progress of a loader's threads. Thread-safe.
 
     Invariants: no stale batch is delivered; no batch is added while `prefetch` or more wait (a prefetcher
-    limits its own).
+    limits its own). `_groups` wait in the trainer's order; `_in_hand` is the group taken last, if its batches
+    are still being gathered.
 
     `needs_request`: the next epoch must be requested again, because its preparation failed, or an interrupt may
     have lost its first batches. `gathering`: the segment that the gathering thread works on.
@@ -93,7 +95,9 @@ class Schedule:
         self._chain = SegmentChain()
         self.gathering: Segment | None = None
         self._gathered = 0
-        self._queue = BatchQueue(prefetch)
+        self._prefetch = prefetch
+        self._groups: deque[BatchGroup] = deque()
+        self._in_hand: BatchGroup | None = None
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
         self.activity = {"prepare": "not started", "gather": "not started"}
@@ -105,7 +109,7 @@ class Schedule:
         with self._lock:
             self._chain.begin(epoch, request)
             self.needs_request = self.needs_request and request is None
-            self._queue.drop(self._chain.is_stale)
+            self._drop_groups(self._chain.is_stale)
             self._pace = self._pace.for_next_epoch()
             self._wake_all()
         self._chain.close_retired()
@@ -115,11 +119,12 @@ class Schedule:
         diagnosis.
         """
         with self._lock:
-            self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
-            group = self._queue.take()
+            self._wait(lambda: self._holds(epoch), epoch, timeout_s)
+            group = self._groups.popleft()
+            self._in_hand = group if group.is_prefetched else None
             taken = 0 if group.is_prefetched else len(group)  # prefetched ones are reported by `advance`
             self._pace.record(taken, taken)
-            if self._queue.has_room_again:
+            if self._has_room_again():
                 self._room.notify()
             self._wake_if_due()
             return group
@@ -127,14 +132,14 @@ class Schedule:
     def peek(self, epoch: int, timeout_s: float) -> BatchGroup:
         """The next batches of `epoch`, which stay in the queue; raises as `take` does."""
         with self._lock:
-            self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
-            return self._queue.first
+            self._wait(lambda: self._holds(epoch), epoch, timeout_s)
+            return self._groups[0]
 
     def advance(self, batches: int) -> None:
         """Record that the trainer has taken `batches` batches of the group in hand since the last call."""
         with self._lock:
             self._pace.record(batches, 1)
-            if self._queue.in_hand is not None and self._queue.in_hand.turns_low:
+            if self._in_hand is not None and self._in_hand.turns_low:
                 self._room.notify()
             self._wake_if_due()
 
@@ -145,7 +150,7 @@ class Schedule:
                 _CLOSED
                 if self._stopped
                 else f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: "
-                f"{self.activity['prepare']}; gathering: {self.activity['gather']}; {self._queue.batches} batches are "
+                f"{self.activity['prepare']}; gathering: {self.activity['gather']}; {self._num_waiting()} batches are "
                 "waiting. Is the disk hanging, or the batch_transform?"
             )
 
@@ -174,7 +179,7 @@ class Schedule:
     def end_segment(self, segment: Segment) -> None:
         """Close `segment`, whose batches the trainer has taken or left."""
         with self._lock:
-            self._queue.in_hand = None
+            self._in_hand = None
             self._chain.retire(lambda other: other is segment)
         self._chain.close_retired()
 
@@ -185,7 +190,7 @@ class Schedule:
             self._chain.failure = None  # the frames of its traceback refer to the pipeline
             self._chain.prepared.clear()
             self._chain.retire(lambda _: True)
-            self._queue.drop(lambda _: True)
+            self._drop_groups(lambda _: True)
             self._wake_all()
         self._chain.close_retired()
 
@@ -215,7 +220,7 @@ class Schedule:
 
     def urgent(self) -> bool:
         """Return whether no batch is queued or being gathered."""
-        return self.gathering is None and self._queue.is_empty
+        return self.gathering is None and not self._groups and not self._in_hand
 
     def add(self, segment: Segment) -> bool:
         """Add the prepared `segment`; return False if its request was replaced."""
@@ -252,12 +257,12 @@ class Schedule:
         """Queue `group` when there is room; False if it is stale."""
         request = group.segment.request
         with self._lock:
-            if len(group) and self._queue.is_full:
-                while self.wanted(request) and not self._queue.has_room_again:
+            if len(group) and self._num_waiting() >= self._prefetch:
+                while self.wanted(request) and not self._has_room_again():
                     self._room.wait()
             if not self.wanted(request):
                 return False
-            self._queue.put(group)
+            self._groups.append(group)
             self._gathered += len(group)
             self._batches.notify()
             self._wake_if_due()
@@ -278,6 +283,31 @@ class Schedule:
 
     # --- under the lock
 
+    def _num_waiting(self) -> int:
+        """The number of batches that wait."""
+        return sum(map(len, self._groups))
+
+    def _has_room_again(self) -> bool:
+        """Return whether a gathering thread that paused should go on.
+
+        It does only when half of the queue is empty: each of its wake-ups takes the GIL from the trainer.
+        """
+        return self._num_waiting() < self._prefetch // 2 + 1
+
+    def _holds(self, epoch: int) -> bool:
+        """Return whether the next group is of `epoch`."""
+        return bool(self._groups) and self._groups[0].segment.request.epoch == epoch
+
+    def _drop_groups(self, unwanted: Callable[[Request], bool]) -> None:
+        """Discard the groups of `unwanted` requests, and forget the group in hand."""
+        self._in_hand = None
+        groups, self._groups = self._groups, deque()
+        for group in groups:
+            if unwanted(group.segment.request):
+                group.discard()
+            else:
+                self._groups.append(group)
+
     def _wake_if_due(self) -> None:
         if self._is_due():
             self._work.notify()
@@ -292,7 +322,9 @@ class Schedule:
             return False
         if self.gathering is None:
             return True
-        waiting, ungathered = self._queue.waiting(self.gathering)
+        groups = [*self._groups] if self._in_hand is None else [self._in_hand, *self._groups]
+        waiting = sum(map(len, groups))
+        ungathered = sum(group.num_ungathered for group in groups if group.segment is self.gathering)
         batches, gathered = self.gathering.plan.num_batches, self._gathered - ungathered
         return self._pace.should_prepare(batches, gathered, waiting - ungathered, self._ahead_s)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -19,8 +19,8 @@ from cachestream.training.checkpoint import SegmentRecord
 
 if TYPE_CHECKING:
     from cachestream.schema import Snapshot
-    from cachestream.training.batches.mapped_shards import EpochMaps, LocationsAhead
-    from cachestream.training.batches.ragged import Ragged
+    from cachestream.training.batches.gather import Ragged
+    from cachestream.training.batches.mapped_shards import EpochMaps, SampleLocations
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.plan import Plan, SampleOrder
 
@@ -107,9 +107,9 @@ class Segment:
     `rank`: the number of this rank among the `plan.ranks` that share the order. `total`: the number of
     batches in the epoch. `missing`: the number of samples that a checkpoint names and the cache no longer
     has. `caches`: the records of the job's caches by id, each with the number of its ranks; empty if all
-    ranks share one. `opened_ahead`: no more shards are to be opened before they are needed. `with_keys`:
-    batches hold their samples' keys. `ragged`: the form of fields whose shape varies. `locations`: those of
-    the samples, computed in the background. `transform_key`: seeds the generators of `batch_transform`.
+    ranks share one. `with_keys`: batches hold their samples' keys. `ragged`: the form of fields whose shape
+    varies. `locations`: those of the samples, in blocks. `transform_key`: seeds the generators of
+    `batch_transform`.
     """
 
     request: Request
@@ -122,10 +122,9 @@ class Segment:
     record: SegmentRecord
     missing: int = 0
     caches: dict[str, tuple[SegmentRecord, int]] = field(default_factory=dict)
-    opened_ahead: bool = False
     with_keys: bool = False
     ragged: Ragged = "list"
-    locations: LocationsAhead | None = None
+    locations: Iterable[SampleLocations] = ()
     transform_key: int = 0
 
     @property

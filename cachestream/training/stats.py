@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -96,68 +95,32 @@ class Reuse:
 
 @dataclass(slots=True)
 class _Counts:
-    """The batches and samples delivered in some time, and the seconds of waiting for them."""
+    """The batches and samples delivered so far, and the seconds of waiting for them."""
 
     samples: int = 0
     batches: int = 0
     skipped: int = 0
     wait_s: float = 0.0
 
-    def __add__(self, other: _Counts) -> _Counts:
-        return _Counts(
-            self.samples + other.samples,
-            self.batches + other.batches,
-            self.skipped + other.skipped,
-            self.wait_s + other.wait_s,
-        )
-
-
-class Reporter:
-    """The reports of a loader to other processes. Used by the training thread alone."""
-
-    def __init__(self, directory: Directory, preparer: Preparer) -> None:
-        self._file = LoaderFile(directory)
-        self._preparer = preparer
-        self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
-
-    def note_epoch(self, stats: LoaderStats, began_s: float) -> None:
-        """Note the samples so far of an epoch that began at `began_s`, in seconds since 1970."""
-        if not stats.epoch_samples:
-            return
-        if self._epochs and self._epochs[-1][0] == stats.epoch:
-            self._epochs.pop()
-        self._epochs.append((stats.epoch, stats.epoch_samples, began_s))
-
-    def report(self, stats: LoaderStats, began_s: float) -> None:
-        """Write the numbers of the running epoch, which began at `began_s`."""
-        self.note_epoch(stats, began_s)
-        numbers, ranks = asdict(stats), self._preparer.ranks
-        del numbers["shards"], numbers["prepare_s"]
-        epochs = tuple(self._epochs)
-        self._file.write(
-            LoaderReport(os.getpid(), ranks.rank, ranks.size, time.time(), epochs=epochs, **numbers)
-        )
-
-    def close(self) -> None:
-        self._file.close()
-
 
 class Meter:
-    """Counters and times of the training thread. Used by that thread alone."""
+    """Counters and times of the training thread, and their reports to other processes. Used by that thread
+    alone.
+    """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, reporter: Reporter | None = None
-    ) -> None:
-        self.clock = clock
-        self._reporter = reporter
+    def __init__(self, directory: Directory, preparer: Preparer) -> None:
+        self.clock = time.perf_counter
+        self._preparer = preparer
+        self._file = LoaderFile(directory)
+        self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
         self._report_at_s = 0.0
         self._number = 0  # of the running epoch
         self._began_at_s = 0.0  # the time since 1970 at its beginning
         self.last_s = 0.0  # the time of the last batch, or of the beginning of its epoch
         self._began_s: float | None = None
         self._epoch_began_s = 0.0
-        self._before = _Counts()  # of the epochs before this one
-        self._epoch = _Counts()
+        self._counts = _Counts()
+        self._before = _Counts()  # those at the beginning of the epoch
         self._gap_s = self._pending_gap_s = 0.0
         self._shard_ids: IntArray = _NONE  # that the epoch is drawn from
         self._epoch_samples = 0  # in these shards
@@ -165,13 +128,12 @@ class Meter:
 
     def begin_epoch(self, number: int) -> None:
         """Begin epoch `number`."""
-        if self._reporter is not None:
-            self._reporter.note_epoch(self.stats(self._number, 0.0), self._began_at_s)
+        self._note_epoch()
         self._number, self._began_at_s = number, time.time()
         self.last_s = self._epoch_began_s = self.clock()
         if self._began_s is None:
             self._began_s = self.last_s
-        self._before, self._epoch = self._before + self._epoch, _Counts()
+        self._before = replace(self._counts)
         self._shard_ids, self._epoch_samples = _NONE, 0
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
@@ -186,23 +148,24 @@ class Meter:
 
     def add_batch(self, samples: int, skipped: int, wait_s: float) -> None:
         """Add a batch of `samples`, delivered after a wait of `wait_s`."""
-        epoch = self._epoch
-        if not epoch.batches:
+        counts = self._counts
+        if counts.batches == self._before.batches:
             self._gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
-        epoch.samples += samples
-        epoch.skipped += skipped
-        epoch.batches += 1
-        epoch.wait_s += wait_s
+        counts.samples += samples
+        counts.skipped += skipped
+        counts.batches += 1
+        counts.wait_s += wait_s
         self.last_s = self.clock()
-        if self.last_s >= self._report_at_s and self._reporter is not None:
+        if self.last_s >= self._report_at_s:
             self._report_at_s = self.last_s + _REPORT_S
-            self._reporter.report(self.stats(self._number, 0.0), self._began_at_s)
+            self._report()
 
-    def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
+    def stats(self, epoch: int) -> LoaderStats:
         """The statistics of a loader in `epoch`."""
-        counts, here = self._before + self._epoch, self._epoch
+        counts, before = self._counts, self._before
         passed_s = 0.0 if self._began_s is None else self.last_s - self._began_s
-        epoch_s = self.last_s - self._epoch_began_s
+        epoch_s, samples = self.last_s - self._epoch_began_s, counts.samples - before.samples
+        epoch_wait_s = counts.wait_s - before.wait_s
         return LoaderStats(
             epoch=epoch,
             epoch_samples=self._epoch_samples,
@@ -212,9 +175,30 @@ class Meter:
             skipped=counts.skipped,
             wait_s=counts.wait_s,
             wait_share=min(1.0, counts.wait_s / passed_s) if passed_s > 0 else 0.0,
-            epoch_wait_share=min(1.0, here.wait_s / epoch_s) if epoch_s > 0 else 0.0,
+            epoch_wait_share=min(1.0, epoch_wait_s / epoch_s) if epoch_s > 0 else 0.0,
             gap_s=self._gap_s,
-            samples_per_s=here.samples / epoch_s if here.samples and epoch_s > 0 else 0.0,
+            samples_per_s=samples / epoch_s if samples and epoch_s > 0 else 0.0,
             reuse_factor=self.reuse.factor,
-            prepare_s=prepare_s,
+            prepare_s=self._preparer.last_s,
+        )
+
+    def close(self) -> None:
+        """End the reports."""
+        self._file.close()
+
+    def _note_epoch(self) -> None:
+        """Note the samples of the running epoch so far, for the reports."""
+        if not self._epoch_samples:
+            return
+        if self._epochs and self._epochs[-1][0] == self._number:
+            self._epochs.pop()
+        self._epochs.append((self._number, self._epoch_samples, self._began_at_s))
+
+    def _report(self) -> None:
+        self._note_epoch()
+        numbers, ranks = asdict(self.stats(self._number)), self._preparer.ranks
+        del numbers["shards"], numbers["prepare_s"]
+        epochs = tuple(self._epochs)
+        self._file.write(
+            LoaderReport(os.getpid(), ranks.rank, ranks.size, time.time(), epochs=epochs, **numbers)
         )

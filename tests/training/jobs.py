@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from cachestream import Cache, EpochLoader
-from cachestream.training import loader as loader_module
+from cachestream.training import pipeline as pipeline_module
 from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
 from cachestream.training.rendezvous import StoreConnection
 
@@ -38,7 +38,7 @@ class Job:
         self.size = size
         self._name = f"job{next(_jobs)}"
         self._local = threading.local()
-        monkeypatch.setattr(loader_module, "find_ranks", self._find)
+        monkeypatch.setattr(pipeline_module, "find_ranks", self._find)
 
     def _find(
         self,

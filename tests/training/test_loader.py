@@ -303,9 +303,7 @@ def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewC
 
 def is_ready(loader: EpochLoader, epoch: int) -> bool:
     """Return whether a batch of `epoch` is queued."""
-    return any(
-        group.segment.request.epoch == epoch for group in tuple(loader._pipeline.schedule._queue._groups)
-    )
+    return any(group.segment.request.epoch == epoch for group in tuple(loader._pipeline.schedule._groups))
 
 
 # --- keys

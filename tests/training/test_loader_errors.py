@@ -286,7 +286,7 @@ def test_a_data_loader_over_the_loader_says_what_to_do_instead(new_cache: NewCac
         assert len(numbers(loader)) == 16
 
 
-@pytest.mark.parametrize("name", ["cachestream-gather", "cachestream-locate_0"])
+@pytest.mark.parametrize("name", ["cachestream-gather", "cachestream-prepare"])
 def test_a_loader_that_gets_no_threads_says_what_to_raise(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cachestream import EpochLoader
 from cachestream.schema import Schema, Snapshot
 from cachestream.training.batch_producer import use_one_torch_thread
-from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
 from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.prefetcher import BatchGroup, QueuedBatch
 from cachestream.training.batches.transfer import BatchTransform, Staged
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Executor, Future
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,18 +23,14 @@ from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training.batches.memory import read_numbers
-from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:
-    from cachestream.schema import IntArray
     from cachestream.training.plan import Plan, SampleOrder
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 Floats = npt.NDArray[np.float64]
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
-
-
 _BLOCK: Final = 65_536  # samples located at once, to share the cost of numpy calls
 
 
@@ -130,7 +125,8 @@ class EpochMaps:
 
     `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
     `picked` has the rows of the snapshot's split, for shards with samples of both splits. At most `max_open`
-    shards are mapped at a time (the kernel limits the maps of a process).
+    shards are mapped at a time (the kernel limits the maps of a process). `keepers` has a reference to each
+    map: who holds this array may use the addresses, also after all maps were dropped.
     """
 
     def __init__(
@@ -156,9 +152,8 @@ class EpochMaps:
         self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}
         self.mapped = np.zeros(num_shards, np.bool_)
         self.verified: set[int] = set() if previous is None else previous.verified
-        self._keepers: npt.NDArray[Any] = np.full(num_shards, None, object)
-        self._last_used = np.zeros(num_shards, np.int64)
-        self._tick = 0
+        self.keepers: npt.NDArray[Any] = np.full(num_shards, None, object)
+        self._dropped = self.keepers
         self._lock = threading.Lock()
         if previous is not None:
             self._adopt(previous)
@@ -199,30 +194,22 @@ class EpochMaps:
             rows.append(picked)
         return np.concatenate(rows)
 
-    def open(
-        self, shards: IntArray, settle: Callable[[], None] | None = None, *, ahead: bool = False
-    ) -> list[tuple[int, CorruptShardError]]:
+    def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
         """Map and verify those of `shards` (positions) that are not mapped; return the damaged (position,
         error).
 
-        Above `max_open`, the maps that were unused for longest are dropped, after a call of `settle`, which
-        must return when no thread gathers from them any more. All shards of a gather must be opened by one
-        call. With `ahead`, which another thread may use, no map is dropped.
+        Above `max_open`, all maps are dropped first. All shards of a gather must be opened by one call. With
+        `ahead`, which another thread may use, no map is dropped.
         """
-        if not ahead:
-            self._tick += 1
-            self._last_used[shards] = self._tick
+        absent = np.unique(shards[~self.mapped[shards]])
+        if len(absent) and (room := self.max_open - self.num_mapped) < len(absent):
+            if ahead:
+                absent = absent[: max(0, room)]
+            else:
+                self._drop_all()
+                absent = np.unique(shards)
         damaged: list[tuple[int, CorruptShardError]] = []
-        absent = ~self.mapped[shards]
-        if not absent.any():
-            return damaged
-        for position in np.unique(shards[absent]).tolist():
-            if self.num_mapped >= self.max_open:
-                if ahead:
-                    break
-                if settle is not None:
-                    settle()
-                self._drop_some(keep=shards)
+        for position in absent.tolist():
             try:
                 self._insert(position, self._map(int(self.snapshot.shard_ids[position])))
             except CorruptShardError as error:
@@ -263,17 +250,15 @@ class EpochMaps:
             floats = [values for values in read if values is not None]
             # An array on the map keeps it, at a hundredth of the size of the shard's description.
             keeper = shard.array(f"{KEY_FIELD}#offsets")
-            self._keepers[position] = [keeper, *floats] if floats else keeper
+            self.keepers[position] = [keeper, *floats] if floats else keeper
             self.mapped[position] = True
 
-    def _drop_some(self, keep: IntArray) -> None:
+    def _drop_all(self) -> None:
         with self._lock:
-            positions = np.flatnonzero(self.mapped)
-            positions = positions[~np.isin(positions, keep)]
-            by_use = positions[np.argsort(self._last_used[positions], kind="stable")]
-            oldest = by_use[: max(1, self.max_open // 8)]
-            self.mapped[oldest] = False
-            self._keepers[oldest] = None
+            self.mapped[:] = False
+            # A copy that runs since before the last drop may have read addresses of maps made since then. None
+            # runs for longer: no more than two batches are opened after its own.
+            self._dropped, self.keepers = self.keepers, np.full(len(self.mapped), None, object)
 
     def _adopt(self, previous: EpochMaps) -> None:
         """Take over the maps of the shards that `previous` has too, by a few array operations."""
@@ -289,7 +274,7 @@ class EpochMaps:
             here, there = here[open_there], there[open_there]
             for name, field in self.fields.items():
                 field.table[:, here] = previous.fields[name].table[:, there]
-            self._keepers[here] = previous._keepers[there]
+            self.keepers[here] = previous.keepers[there]
             self.mapped[here] = True
 
     def __repr__(self) -> str:
@@ -373,36 +358,9 @@ def find_locations(
     return SampleLocations(first, shards, rows, bounds)
 
 
-class LocationsAhead:
-    """The locations of all batches of a rank, in blocks; `executor` computes the next one while one is used.
-
-    The threads of the executor run already. Raises Cancelled when it is shut down.
-    """
-
-    def __init__(
-        self, order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps, executor: Executor
-    ) -> None:
-        self._find = functools.partial(find_locations, order, plan, rank, maps)
-        step = max(1, _BLOCK // plan.batch_size)
-        self._blocks = pairwise([*range(0, plan.num_batches, step), plan.num_batches])
-        self._executor = executor
-        self._next = self._start_next()
-
-    def _start_next(self) -> Future[SampleLocations] | None:
-        block = next(self._blocks, None)
-        try:
-            return None if block is None else self._executor.submit(self._find, *block)
-        except RuntimeError as error:  # shut down, and the loader with it
-            raise Cancelled from error
-
-    def __iter__(self) -> Iterator[SampleLocations]:
-        """Yield the blocks in order. Without a deadline: only computation is waited for, and a process that
-        was stopped for minutes must go on. The trainer's wait for a batch has a deadline.
-        """
-        while self._next is not None:
-            try:
-                locations = self._next.result()
-            except CancelledError as error:
-                raise Cancelled from error
-            self._next = self._start_next()
-            yield locations
+def locate_batches(order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps) -> Iterator[SampleLocations]:
+    """The locations of all batches of a rank, in blocks; the first is worked out now, the others on demand."""
+    step = max(1, _BLOCK // plan.batch_size)
+    blocks = pairwise([*range(0, plan.num_batches, step), plan.num_batches])
+    found = (find_locations(order, plan, rank, maps, *block) for block in blocks)
+    return chain([*islice(found, 1)], found)

@@ -1,4 +1,4 @@
-"""Batches that threads in C gather while the trainer takes them.
+"""Groups of batches on their way to the trainer, and those that threads in C gather while it takes them.
 
 A Python thread that gathers needs the GIL for each batch, and a trainer that computes in Python may keep it
 for 5 ms. So where all fields have one shape, all shards are mapped and there is no transform, the trainer's
@@ -10,19 +10,19 @@ has been gathered by then.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.batches import memory
-from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
 from cachestream.training.batches.collate import to_container
 from cachestream.training.batches.gather import Columns, FixedColumns
 from cachestream.training.batches.memory import outside_inference
@@ -33,6 +33,61 @@ if TYPE_CHECKING:
     from cachestream.training.batches.mapped_shards import SampleLocations
     from cachestream.training.batches.readahead import ReadAhead
     from cachestream.training.segment import Segment
+
+
+class QueuedBatch(NamedTuple):
+    """Batch `number` of an epoch, from 1, with `size` samples; `skipped` more are damaged and left out."""
+
+    staged: Staged
+    number: int
+    size: int
+    skipped: int
+
+
+@dataclass(eq=False)
+class BatchGroup:
+    """A few batches that go to the trainer together, oldest first. A group without batches, with `is_end`
+    set, marks the end of an epoch.
+
+    `waited_s` is the time that the last `take` waited for its batch. `num_ungathered` batches are not
+    gathered yet. The next group should be gathered when only `low` batches are left.
+    """
+
+    segment: Segment
+    batches: deque[QueuedBatch] = field(default_factory=deque)
+    waited_s: float = 0.0
+    is_end: bool = False
+
+    is_prefetched = False  # True where the batches are gathered while they are taken
+    num_ungathered = 0
+    low = sys.maxsize
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def is_low(self) -> bool:
+        return len(self) <= self.low
+
+    @property
+    def turns_low(self) -> bool:
+        """True if the last `take` made `is_low` true."""
+        return len(self) == self.low
+
+    def take(self, timeout_s: float) -> QueuedBatch | None:
+        """Take out the next batch; None after `timeout_s`, or if another thread closes the loader."""
+        try:
+            return self.batches.popleft()
+        except IndexError:
+            return None
+
+    def peek(self, timeout_s: float) -> QueuedBatch | None:
+        """Return what `take` would return, and leave it in the group; None also if there is no batch."""
+        return self.batches[0] if self.batches else None
+
+    def discard(self) -> None:
+        """Drop the remaining batches."""
+        self.batches.clear()
 
 
 def can_prefetch(segment: Segment) -> bool:
@@ -74,13 +129,11 @@ class PrefetchGroup(BatchGroup):
         self.handed = 0
         self.total = self.num_ungathered = len(locations)
         # Several small batches are one task, which shares the cost; some are taken while others are gathered.
-        self._most_together = segment.batches_together
-        # The first batch of a segment must not wait for others.
-        self._together = self._most_together if locations.first else 1
-        self.most_ahead = max(prefetcher.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
+        self._together = segment.batches_together
+        self.most_ahead = max(prefetcher.prefetch, 2 * self._together if self._together > 1 else 1)
         self.low = max(self.most_ahead, self.total // 4)
         # Non-temporal stores where the batches ahead and those of the trainer do not fit into the caches.
-        in_use = self.most_ahead + 2 * self._most_together
+        in_use = self.most_ahead + 2 * self._together
         self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._prefetcher = prefetcher
         self._locations = locations  # the addresses are of its arrays
@@ -115,9 +168,8 @@ class PrefetchGroup(BatchGroup):
             self._ahead.reach(self._locations.first + batch)
         size = self._bounds[last] - self._bounds[first]
         # Room of one size for all tasks, so that buffers are reused.
-        room = max(size, self._most_together * self.segment.plan.batch_size)
+        room = max(size, self._together * self.segment.plan.batch_size)
         arrays, outs = self._columns.allocate(self._prefetcher.transfer.pool.lend, size, room)
-        self._together = min(self._most_together, 4 * self._together)
         return GatherTask(self, number, first, last, arrays, outs)
 
     def submit(self, queue: Queue, task: GatherTask) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cachestream.linux import ask_for_all, count_cached
+from cachestream.training.batches.mapped_shards import find_locations
 from cachestream.training.plan import LocalOrder, TailOrder
 
 if TYPE_CHECKING:
@@ -74,20 +75,21 @@ class MissingPages:
 _NOTHING: Final = np.empty(0, np.int64)
 
 
-def addresses_of(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the address ranges of all fields of samples `starts` up to `stops`, as first bytes and ends, as
-    far as the shards are mapped; ranges that touch are merged.
+def addresses_of(
+    maps: EpochMaps, shards: IntArray, rows: IntArray, counts: IntArray | None = None
+) -> tuple[IntArray, IntArray]:
+    """Return the address ranges of all fields of rows `rows` of `shards`, or of `counts` rows each, as first
+    bytes and ends, as far as the shards are mapped; ranges that touch are merged.
     """
-    shards, rows, counts = _split(maps, starts, stops)
     mapped = maps.mapped[shards]
-    shards, rows, counts = shards[mapped], rows[mapped], counts[mapped]
+    shards, rows, counts = shards[mapped], rows[mapped], None if counts is None else counts[mapped]
     spans = [maps.fields[name].spans(shards, rows, counts) for name in maps.snapshot.schema.names]
     begins = np.concatenate([_NOTHING, *(span.addresses for span in spans)])
     return merged(begins, begins + np.concatenate([_NOTHING, *(span.lengths for span in spans)]))
 
 
-def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Divide ranges of samples into parts within one shard: shard, first row and number of rows."""
+def runs_of(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Divide ranges of samples into runs within one shard: shard, first row and number of rows."""
     parts: list[tuple[IntArray, IntArray, IntArray]] = []
     while len(starts) or not parts:
         shards, rows = maps.locate(starts)
@@ -120,11 +122,11 @@ class ReadTogether:
         self._maps = maps
         self._missing = MissingPages()
 
-    def reach(self, samples: IntArray) -> None:
-        """Read ahead `samples`, int64 `[n]`, which are gathered next, and whose shards are mapped."""
-        if not len(samples) or not self._missing.may_miss_pages():
+    def reach(self, shards: IntArray, rows: IntArray) -> None:
+        """Read ahead samples `rows` of `shards`, both int64 `[n]`, which are mapped and gathered next."""
+        if not len(rows) or not self._missing.may_miss_pages():
             return
-        starts, stops = addresses_of(self._maps, samples, samples + 1)
+        starts, stops = addresses_of(self._maps, shards, rows)
         if self._missing.check(starts, _FIRST_PAGES):
             ask_for_all(starts, stops)
 
@@ -180,19 +182,18 @@ class ReadAhead:
             upcoming = min(batch + 1 + self._every, plan.num_batches)
             last = self._order.needs(self._offset + plan.position(upcoming))[1]
             self._asked_to = max(first, min(last, first + self._most_positions))
-            return addresses_of(segment.maps, *self._order.stretches(first, self._asked_to))
+            runs = runs_of(segment.maps, *self._order.stretches(first, self._asked_to))
+            return addresses_of(segment.maps, *runs)
         step = max(1, self._every // 2)
         ahead = step if self._missing.is_first else self._ahead
         first, self._asked_to = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
-        starts, stops = [_NOTHING], [_NOTHING]
+        ranges = [(_NOTHING, _NOTHING)]
         for begin in range(first, self._asked_to, step):
-            spans = plan.spans(segment.rank, begin, min(begin + step, self._asked_to))
-            positions = np.concatenate([np.arange(*span) for span in zip(*spans, strict=True)])
-            samples = segment.order.at(positions)
-            part = addresses_of(segment.maps, samples, samples + 1)
-            starts.append(part[0])
-            stops.append(part[1])
-        return np.concatenate(starts), np.concatenate(stops)
+            stop = min(begin + step, self._asked_to)
+            found = find_locations(segment.order, plan, segment.rank, segment.maps, begin, stop)
+            ranges.append(addresses_of(segment.maps, found.shards, found.rows))
+        starts, stops = (np.concatenate(sides) for sides in zip(*ranges, strict=True))
+        return starts, stops
 
 
 def _innermost(order: SampleOrder) -> tuple[SampleOrder, int]:

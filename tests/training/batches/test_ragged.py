@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, Padded
 from cachestream.schema import Schema
-from cachestream.training.batches.gather import Gatherer
+from cachestream.training.batches.gather import Gatherer, layouts_of
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.memory import BufferPool
-from cachestream.training.batches.ragged import layouts_of
 from cachestream.training.batches.transfer import map_tensors
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache

@@ -24,7 +24,7 @@ from cachestream.schema import IntArray
 from cachestream.storage.shard import shard_path
 from cachestream.training.batches import readahead
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.batches.readahead import MissingPages, ReadAhead, addresses_of, merged
+from cachestream.training.batches.readahead import MissingPages, ReadAhead, addresses_of, merged, runs_of
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.plan import LocalOrder, Plan, SampleOrder, ShuffledOrder, TailOrder, count_batches
 from cachestream.training.segment import Request, Segment
@@ -69,7 +69,7 @@ def test_the_addresses_of_samples_are_those_of_all_their_bytes_and_no_others(new
     maps = opened(new_cache)
     with EpochDataset(maps.snapshot, maps=maps) as dataset:
         for start, stop in itertools.combinations(range(31), 2):
-            sides = addresses_of(maps, np.array([start]), np.array([stop]))
+            sides = addresses_of(maps, *runs_of(maps, np.array([start]), np.array([stop])))
             lows, highs = (side.tolist() for side in sides)
             found = b"".join(ctypes.string_at(low, high - low) for low, high in zip(lows, highs, strict=True))
             values = [value for i in range(start, stop) for value in dataset[i].values()]
@@ -83,7 +83,7 @@ def test_the_addresses_of_samples_are_those_of_all_their_bytes_and_no_others(new
 
 def test_shards_that_are_not_mapped_are_left_out(new_cache: NewCache) -> None:
     maps = EpochMaps(opened(new_cache).snapshot)
-    lows, highs = addresses_of(maps, np.arange(30), np.arange(30) + 1)
+    lows, highs = addresses_of(maps, *maps.locate(np.arange(30)))
     assert len(lows) == len(highs) == 0
 
 
@@ -122,7 +122,7 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
                 pending.result(120)
             lows, highs = (np.concatenate(side) for side in zip(*asked, strict=True))
             samples = segment.order.at(batch_positions(segment.plan, place, batch))
-            for begin, end in zip(*addresses_of(maps, samples, samples + 1), strict=True):
+            for begin, end in zip(*addresses_of(maps, *maps.locate(samples)), strict=True):
                 covered = sum(np.clip(np.minimum(highs, end) - np.maximum(lows, begin), 0, None))
                 assert covered >= end - begin
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.permutation import Permutation
-from cachestream.schema import IntArray, Schema, Snapshot
-from cachestream.training.batches.mapped_shards import EpochMaps, LocationsAhead, find_locations
+from cachestream.schema import Schema, Snapshot
+from cachestream.training.batches.mapped_shards import EpochMaps, find_locations, locate_batches
 from cachestream.training.plan import Plan, SampleOrder, ShuffledOrder, count_batches
-from cachestream.training.rendezvous import Cancelled
 from tests.training.plans import batch_positions
-
-DEADLINE_S = 60.0
 
 
 def maps_of(counts: list[int]) -> EpochMaps:
@@ -63,63 +55,7 @@ def test_places_are_those_of_the_samples_that_the_plan_gives_each_batch(
 @pytest.mark.parametrize("batch_size", [1, 100, 70_000])
 def test_all_batches_come_once_and_in_order_in_blocks_of_bounded_size(batch_size: int) -> None:
     order, plan = plan_of(300_000, batch_size, 1)
-    with ThreadPoolExecutor(1) as executor:
-        blocks = list(LocationsAhead(order, plan, 0, maps_of([1000] * 300), executor))
+    blocks = list(locate_batches(order, plan, 0, maps_of([1000] * 300)))
     assert [block.first for block in blocks] == np.cumsum([0] + [len(b) for b in blocks])[:-1].tolist()
     assert sum(len(block) for block in blocks) == plan.num_batches
     assert all(len(block.rows) <= max(65_536, batch_size) for block in blocks)
-
-
-class Watched:
-    """An order that tells when it is asked."""
-
-    def __init__(self, order: SampleOrder, asked: threading.Semaphore) -> None:
-        self.size = order.size
-        self._order = order
-        self._asked = asked
-
-    def at(self, positions: IntArray) -> IntArray:
-        self._asked.release()
-        return self._order.at(positions)
-
-
-def test_the_next_block_is_worked_out_while_one_is_used() -> None:
-    order, plan = plan_of(100_000, 100, 1)
-    asked = threading.Semaphore(0)
-    with ThreadPoolExecutor(1) as executor:
-        ahead = LocationsAhead(Watched(order, asked), plan, 0, maps_of([1000] * 100), executor)
-        assert asked.acquire(timeout=DEADLINE_S), "the first, before anyone wants it"
-        next(iter(ahead))
-        assert asked.acquire(timeout=DEADLINE_S), "the second, before anyone wants it"
-    assert not asked.acquire(blocking=False), "the executor has ended: there was no third"
-
-
-class Hurried(Future[Any]):
-    """The result of a computation during which the process is stopped: it comes after every deadline."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            raise TimeoutError
-        return super().result()
-
-
-class Stopped(Executor):
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        future = Hurried()
-        future.set_result(fn(*args, **options))
-        return future
-
-
-def test_a_process_that_was_stopped_for_long_goes_on() -> None:
-    order, plan = plan_of(100_000, 100, 1)
-    ahead = LocationsAhead(order, plan, 0, maps_of([1000] * 100), Stopped())
-    assert sum(map(len, ahead)) == plan.num_batches
-
-
-def test_when_its_thread_is_ended_there_is_nothing_more() -> None:
-    order, plan = plan_of(100_000, 100, 1)
-    executor = ThreadPoolExecutor(1)
-    blocks = iter(LocationsAhead(order, plan, 0, maps_of([1000] * 100), executor))
-    executor.shutdown(wait=False, cancel_futures=True)
-    with pytest.raises(Cancelled):
-        list(blocks)
