@@ -56,8 +56,8 @@ def plot_growth(
         axes.set_xlim(0, max(float(seconds.max()), 1e-3))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        # Where a growing cache leaves room.
-        axes.legend(loc="lower right" if axes is panels[0] else "upper left", framealpha=0.9)
+        # Above the panel, where it covers no line.
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, borderaxespad=0.2)
     _save(figure, path)
 
 
