@@ -331,12 +331,10 @@ class StandingSnapshots:
             return again
         self.settle()
         self._enforce_limit()  # the shards of the epoch before last may be evicted now
-        before = self._cache.catalogue.revision()
         snapshot, lease = self._take(None, turnover, min_samples)
-        now = self._cache.catalogue.revision()
-        is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
-        if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
-            self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
+        if (mine := lease.again()) is not None:
+            revision = self._cache.catalogue.revision()
+            self._last = _Reusable(snapshot, mine, revision, self._clock() + _REUSE_S)
         return snapshot, lease
 
     def _take(self, epoch_size: int | None, turnover: float, min_samples: int) -> tuple[Snapshot, Lease]:
