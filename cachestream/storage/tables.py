@@ -361,11 +361,6 @@ class Tables(ProgressTables, SplitTables):
             (kind, reason, count, example),
         )
 
-    def forget_failures(self, *kinds: str) -> None:
-        """Delete the failures of some kinds."""
-        marks = ", ".join("?" * len(kinds))
-        self.execute(f"DELETE FROM failures WHERE kind IN ({marks})", kinds)
-
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
         return [FailureRow(*row) for row in rows]
