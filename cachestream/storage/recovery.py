@@ -353,15 +353,11 @@ def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -
     """
     reserved = {reservation.id for reservation in tables.reservations()}
     known = tables.shard_ids() | reserved
-    unknown = []
-    for name in names:
-        shard, temporary = _SHARD_NAME.fullmatch(name), _TEMPORARY_NAME.fullmatch(name)
-        is_known = (shard is not None and int(shard[1]) in known) or (
-            temporary is not None and int(temporary[1]) in reserved
-        )
-        if not is_known:
-            unknown.append(os.path.join(directory.shards, name))
-    return unknown
+    return [
+        os.path.join(directory.shards, name)
+        for name in names
+        if _id_in(name) not in (known if name.endswith(SUFFIX) else reserved)
+    ]
 
 
 def _remove_file(path: str) -> bool:
