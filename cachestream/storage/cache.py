@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.schema import Schema, Snapshot, Split
-    from cachestream.storage.catalogue import Catalogue
     from cachestream.storage.leases import Lease
     from cachestream.storage.tables import Tables
     from cachestream.training.dataset import EpochDataset
@@ -103,7 +102,7 @@ class Cache:
             if (problem := self.check_sizes()) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
         if size_limit is not None:
-            shrink(self)
+            self._shrink()
 
     def _setting(self, key: str) -> Any:
         with self.catalogue.reading() as tables:
@@ -184,7 +183,7 @@ class Cache:
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
         change_settings(self.directory, self.catalogue, {"size_limit": parse_limit(size_limit)})
-        shrink(self)
+        self._shrink()
 
     def fill_state(self) -> str:
         """The state of the filling: "filling", "complete", "full", "stopped", "failed" or "none" at first."""
@@ -270,11 +269,61 @@ class Cache:
 
         Leases and logs may use a part of their reserve over the limit without an eviction.
         """
-        return enforce_limit(self, HEADROOM_BYTES // 2)
+        return self._evict_surplus(HEADROOM_BYTES // 2)
+
+    def _evict_surplus(self, slack_bytes: int = 0) -> int:
+        """If usage exceeds the limit by more than `slack_bytes`, evict down to it; return the bytes freed."""
+        usage = self.reservations.measure()
+        with self.catalogue.reading() as tables:
+            room, size_limit = room_in(tables, usage), int(tables.meta("size_limit"))
+            never_evicts = self.reservations.policy(tables) == "none"
+            doomed_bytes = tables.reserved_bytes()[1]
+        # Under "none" only a lower limit evicts, not a disk that other programs fill.
+        limit_bytes = size_limit if never_evicts else room.limit_bytes
+        slack_bytes = slack_bytes if limit_bytes == size_limit else 0
+        if room.used_bytes - doomed_bytes <= limit_bytes + slack_bytes:
+            return 0
+        return self.reservations.evict(limit_bytes, "lru" if never_evicts else None)
+
+    def _shrink(self) -> None:
+        """Enforce a limit that was just lowered, also for bytes that were promised before."""
+        self._evict_surplus()
+        if self.reservations.room().free_bytes < 0:
+            deadline_s = time.monotonic() + _WRITERS_TIMEOUT_S
+            pending = self._reserved_ids()
+            while pending and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)  # SQLite cannot notify
+                pending &= self._reserved_ids()
+            self._evict_surplus()
+
+    def _reserved_ids(self) -> set[int]:
+        with self.catalogue.reading() as tables:
+            return {row.id for row in tables.reservations()}
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
-        """Move a damaged shard to the quarantine and delete its row: the worker fetches its samples again."""
-        quarantine(self, shard_id, reason)
+        """Move a damaged shard to the quarantine and delete its row: the worker fetches its samples again.
+
+        A shard that is gone already is ignored.
+        """
+        path = shard_path(self.path, shard_id)
+        finding = reason.partition("; run ")[0]  # without the advice, which is followed here
+        where, _, damage = finding.partition(": ")
+        is_missing = not os.path.lexists(path)
+        with Owner.temporary(self.directory, "quarantine") as owner:
+            with self.catalogue.transaction() as tables:
+                row = tables.shard(shard_id)
+                if row is None:
+                    return  # evicted, or quarantined by another rank
+                tables.delete_shards([shard_id])
+                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner.name, doomed=True))
+                # In the transaction that deletes the row: an uncounted loss would not be fetched again.
+                tables.add("evicted_shards", 1)
+                tables.add("quarantined", int(not is_missing))
+                tables.add_failure("quarantined", damage or "damaged", row.num_samples, where)
+                limit_bytes = int(tables.meta("size_limit"))
+            move_aside(self.directory, path, limit_bytes)
+            with self.catalogue.transaction() as tables:
+                tables.delete_reservations([shard_id])
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -304,7 +353,26 @@ class Cache:
 
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
-        clear(self)
+        directory = self.directory
+        busy = CacheError(f"a worker is filling {self.path}; stop it first ('cachestream stop CACHE')")
+        # The worker's lock: none can start meanwhile.
+        with locked(directory.supervisor_lock, _CLEAR_TIMEOUT_S, busy):
+            self.reservations.evict(0, "fifo")
+            with self.catalogue.transaction() as tables:
+                left, _, left_bytes = tables.totals()
+                if left:
+                    raise CacheError(
+                        f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in use; "
+                        "close them"
+                    )
+                tables.forget_filling()
+                tables.forget_holdout()  # the next samples may be split otherwise
+            with translated_disk_errors(self.path, "clearing it"):
+                for name in os.listdir(directory.quarantine):
+                    remove_if_there(os.path.join(directory.quarantine, name))
+                remove_if_there(os.path.join(self.path, "catalogue.damaged"))
+        with opening_lock(directory):
+            save_copy(directory, self.catalogue)
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""
@@ -329,92 +397,3 @@ class Cache:
 
     def _repr_html_(self) -> str:
         return self.status()._repr_html_()
-
-
-def enforce_limit(cache: Cache, slack_bytes: int = 0) -> int:
-    """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.
-
-    Returns the bytes freed.
-    """
-    usage = cache.reservations.measure()
-    with cache.catalogue.reading() as tables:
-        room, size_limit = room_in(tables, usage), int(tables.meta("size_limit"))
-        never_evicts = cache.reservations.policy(tables) == "none"
-        doomed_bytes = tables.reserved_bytes()[1]
-    # Under "none" only a lower limit evicts, not a disk that other programs fill.
-    limit_bytes = size_limit if never_evicts else room.limit_bytes
-    slack_bytes = slack_bytes if limit_bytes == size_limit else 0
-    if room.used_bytes - doomed_bytes <= limit_bytes + slack_bytes:
-        return 0
-    return cache.reservations.evict(limit_bytes, "lru" if never_evicts else None)
-
-
-def shrink(cache: Cache) -> None:
-    """Enforce a limit that was just lowered, also for bytes that were promised before."""
-    enforce_limit(cache)
-    if cache.reservations.room().free_bytes < 0:
-        _wait_for_writers(cache.catalogue)
-        enforce_limit(cache)
-
-
-def _wait_for_writers(catalogue: Catalogue) -> None:
-    """Wait until the current reservations are shards or cancelled; return silently at the deadline."""
-    deadline_s = time.monotonic() + _WRITERS_TIMEOUT_S
-    pending = _reserved_ids(catalogue)
-    while pending and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)  # SQLite cannot notify
-        pending &= _reserved_ids(catalogue)
-
-
-def _reserved_ids(catalogue: Catalogue) -> set[int]:
-    with catalogue.reading() as tables:
-        return {row.id for row in tables.reservations()}
-
-
-def quarantine(cache: Cache, shard_id: int, reason: str) -> None:
-    """Quarantine a damaged shard, and count its samples as lost. A shard that is gone already is ignored."""
-    path = shard_path(cache.path, shard_id)
-    finding = reason.partition("; run ")[0]  # without the advice, which is followed here
-    where, _, damage = finding.partition(": ")
-    is_missing = not os.path.lexists(path)
-    with Owner.temporary(cache.directory, "quarantine") as owner:
-        with cache.catalogue.transaction() as tables:
-            row = tables.shard(shard_id)
-            if row is None:
-                return  # evicted, or quarantined by another rank
-            tables.delete_shards([shard_id])
-            tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner.name, doomed=True))
-            # In the transaction that deletes the row: an uncounted loss would not be fetched again.
-            tables.add("evicted_shards", 1)
-            tables.add("quarantined", int(not is_missing))
-            tables.add_failure("quarantined", damage or "damaged", row.num_samples, where)
-            limit_bytes = int(tables.meta("size_limit"))
-        move_aside(cache.directory, path, limit_bytes)
-        with cache.catalogue.transaction() as tables:
-            tables.delete_reservations([shard_id])
-
-
-def clear(cache: Cache) -> None:
-    """Evict everything, and delete the progress of the filling and the quarantine.
-
-    Raises CacheError while a worker runs, or while epochs hold shards.
-    """
-    directory = cache.directory
-    busy = CacheError(f"a worker is filling {cache.path}; stop it first ('cachestream stop CACHE')")
-    with locked(directory.supervisor_lock, _CLEAR_TIMEOUT_S, busy):  # the worker's: none can start meanwhile
-        cache.reservations.evict(0, "fifo")
-        with cache.catalogue.transaction() as tables:
-            left, _, left_bytes = tables.totals()
-            if left:
-                raise CacheError(
-                    f"{left} shards ({format_size(left_bytes)}) of {cache.path} are leased by epochs in use; "
-                    "close them"
-                )
-            tables.forget_filling()
-            tables.forget_holdout()  # the next samples may be split otherwise
-        with translated_disk_errors(cache.path, "clearing it"):
-            for name in os.listdir(directory.quarantine):
-                remove_if_there(os.path.join(directory.quarantine, name))
-            remove_if_there(os.path.join(cache.path, "catalogue.damaged"))
-    with opening_lock(directory):
-        save_copy(directory, cache.catalogue)

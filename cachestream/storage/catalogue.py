@@ -15,13 +15,13 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
-from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
+from cachestream.errors import CacheError, CacheVersionError
 from cachestream.linux import open_private
-from cachestream.storage.locks import file_identity, is_held
+from cachestream.storage.locks import file_identity
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     disk_error,
@@ -29,45 +29,61 @@ from cachestream.storage.os_errors import (
     translated_sql_errors,
     unwritable,
 )
-from cachestream.storage.sql_schema import (
-    APPLICATION_ID,
-    DAMAGE_ERRORS,
-    SCHEMA_VERSION,
-    STATEMENTS,
-    has_expected_tables,
-    impossible_value,
-)
 from cachestream.storage.tables import Tables
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
 _CACHE_KIB: Final = 65_536  # a transaction larger than the page cache locks out readers before it commits
 _REOPENINGS: Final = 5
+_MISSING_S: Final = 10.0  # the time to rebuild it from 10,000 shards
 _POLL_S: Final = 0.02
 
+APPLICATION_ID: Final = 0x43535452  # "CSTR"
+SCHEMA_VERSION: Final = 1
+_STATEMENTS: Final = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE)",
+    """CREATE TABLE passes (
+        id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
+        evicted_before INTEGER NOT NULL)""",
+    """CREATE TABLE claims (
+        id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL,
+        offset INTEGER NOT NULL, stop INTEGER NOT NULL, owner TEXT NOT NULL)""",
+    """CREATE TABLE shards (
+        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+        uses INTEGER NOT NULL, last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL,
+        pass_id INTEGER NOT NULL, spans BLOB NOT NULL)""",
+    """CREATE TABLE reservations (
+        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL)""",
+    """CREATE TABLE suspects (
+        pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
+        PRIMARY KEY (pass_id, position)) WITHOUT ROWID""",
+    """CREATE TABLE failures (
+        kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
+        PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
+    # The sums over all shards, kept by triggers: every reservation reads them.
+    "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
+    "INSERT INTO totals VALUES (0, 0, 0)",
+    """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
+        UPDATE totals SET shards = shards + 1, samples = samples + NEW.num_samples,
+            size_bytes = size_bytes + NEW.size_bytes; END""",
+    """CREATE TRIGGER shard_goes AFTER DELETE ON shards BEGIN
+        UPDATE totals SET shards = shards - 1, samples = samples - OLD.num_samples,
+            size_bytes = size_bytes - OLD.size_bytes; END""",
+    """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
+        UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
+)
 
-class Revision(NamedTuple):
-    """A state of the catalogue. Two equal revisions mean that nothing was committed in between.
-
-    `openings` counts those of this process; `others` is SQLite's count of commits by other connections, and
-    `own` that of commits by this one.
-    """
-
-    openings: int
-    others: int
-    own: int
-
-    def after_one(self) -> Revision:
-        """The state after one more transaction of this process, and none of another."""
-        return self._replace(own=self.own + 1)
+# Openings of the file by this process, commits by other connections, and commits by this one.
+Revision = tuple[int, int, int]
 
 
 class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
-    A missing file is waited for while a process that will rebuild it holds one of the lock files
-    `rebuilders`, for `patience_s` at most. A file that another process has put in its place is opened instead
-    of the old one. A damaged file raises CatalogueDamagedError.
+    A file that another process has put in its place is opened instead of the old one. A missing one is waited
+    for, `patience_s` at most. A missing or damaged file raises CatalogueDamagedError: whoever opens the cache, or
+    supervises it, rebuilds the file.
 
     A connection belongs to the process that opened it. No transaction is open while the process forks: SQLite
     keeps account of its POSIX locks in memory, so a child would believe that it holds its parent's locks. The
@@ -75,10 +91,9 @@ class Catalogue:
     that would drop the POSIX locks that the connections of this process hold on it.
     """
 
-    def __init__(self, path: str, rebuilders: Sequence[str] = ()) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._rebuilders = rebuilders
-        self.patience_s = LOCK_TIMEOUT_S  # the wait for a missing file; 0 in the process that rebuilds it
+        self.patience_s = _MISSING_S  # 0 in the process that rebuilds it
         self.identity: tuple[int, int] | None = None  # of the file that was opened last
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -95,30 +110,29 @@ class Catalogue:
         with translated_disk_errors(self.path):
             os.close(open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         with self.transaction() as tables:
-            for statement in STATEMENTS:
+            for statement in _STATEMENTS:
                 tables.execute(statement)
             tables.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             tables.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             fill(tables)
 
-    def problem(self, *, thorough: bool = False) -> str | None:
-        """The first problem of the file that SQLite's quick or `thorough` check or `impossible_value` finds.
+    def problem(self) -> str | None:
+        """The first problem of the file that SQLite finds; None if it is sound.
 
-        None if it is sound. Raises CacheVersionError for a catalogue of a newer version.
+        Raises CacheVersionError for a catalogue of a newer version.
         """
         if file_identity(self.path) is None:
             return f"{self.path} is missing"
-        if thorough:
-            self.close()  # otherwise SQLite would check the pages that it has in memory
+        self.close()  # otherwise SQLite would check the pages that it has in memory
         try:
-            with self._lock, self._translated_system_errors(), self._view() as tables:
+            with self.reading() as tables:
                 (application,) = tables.execute("PRAGMA application_id").fetchone()
                 if application != APPLICATION_ID:
                     return f"{self.path} is not a catalogue"
-                look = "integrity_check(1)" if thorough else "quick_check(1)"
-                said = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
-                return impossible_value(tables) if said == "ok" else said
-        except (CatalogueDamagedError, SchemaMismatchError, *DAMAGE_ERRORS) as error:
+                (said,) = tables.execute("PRAGMA integrity_check(1)").fetchone()
+                tables.totals(), tables.meta("cache_id")  # raises for a file without our tables
+                return None if said == "ok" else str(said)
+        except CatalogueDamagedError as error:
             return str(error)
 
     @contextmanager
@@ -141,26 +155,22 @@ class Catalogue:
     @contextmanager
     def reading(self) -> Iterator[Tables]:
         """A consistent view of all tables."""
-        with self._lock, self._translated_errors(), self._view() as tables:
-            yield tables
-
-    @contextmanager
-    def _view(self) -> Iterator[Tables]:
-        if self._connection is not None and self._connection.in_transaction:
-            yield Tables(self._connection)
-            return
-        connection = self._begin("BEGIN")
-        try:
-            yield Tables(connection)
-        finally:
-            self._roll_back(connection)
+        with self._lock, self._translated_errors():
+            if self._connection is not None and self._connection.in_transaction:
+                yield Tables(self._connection)
+                return
+            connection = self._begin("BEGIN")
+            try:
+                yield Tables(connection)
+            finally:
+                self._roll_back(connection)
 
     def revision(self) -> Revision:
         """The current revision; every commit, by any process, changes it. Not within a transaction."""
         with self._lock, self._translated_errors():
             # data_version counts the commits of other connections.
             others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
-            return Revision(self._openings, others, self._commits)
+            return self._openings, others, self._commits
 
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""
@@ -195,16 +205,17 @@ class Catalogue:
         return self._connection
 
     def _open(self) -> sqlite3.Connection:
-        self.identity = None  # another file may have the inode of one that is gone
-        while True:
-            self.identity = self._await_file()
-            try:
-                return self._open_file()
-            except sqlite3.Error:  # of a file that another process has just put aside, to rebuild it
-                if file_identity(self.path) == self.identity:
-                    raise
-
-    def _open_file(self) -> sqlite3.Connection:
+        deadline_s = time.monotonic() + self.patience_s
+        while (identity := file_identity(self.path)) is None:
+            self.identity = None  # another file may have the inode of one that is gone
+            if not os.path.isdir(os.path.dirname(self.path)):
+                raise disk_error(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+            if time.monotonic() >= deadline_s:
+                raise CatalogueDamagedError(
+                    f"{self.path} is missing; run 'cachestream verify CACHE --repair'"
+                )
+            time.sleep(_POLL_S)  # bounded by the deadline
+        self.identity = identity
         # Not tested by opening the file: the close would drop the locks of this process's other connections.
         self._read_only = not os.access(self.path, os.W_OK, effective_ids=True)
         mode = "ro" if self._read_only else "rw"
@@ -226,30 +237,10 @@ class Catalogue:
             raise
         return connection
 
-    def _await_file(self) -> tuple[int, int]:
-        """The identity of the file, once it is there."""
-        deadline_s = time.monotonic() + self.patience_s
-        while True:
-            is_awaited = time.monotonic() < deadline_s and any(map(is_held, self._rebuilders))
-            identity = file_identity(self.path)  # after that: it may just have been rebuilt
-            if identity is not None:
-                return identity
-            if not os.path.isdir(os.path.dirname(self.path)):
-                raise disk_error(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-            if not is_awaited:
-                raise CatalogueDamagedError(
-                    f"{self.path} is missing; run 'cachestream verify CACHE --repair'"
-                )
-            time.sleep(_POLL_S)  # bounded by the deadline
-
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if application != APPLICATION_ID or version == SCHEMA_VERSION:
-            return
-        if has_expected_tables(Tables(connection)):  # only this version makes this layout: a bit has flipped
-            raise CatalogueDamagedError(f"{self.path} is damaged (its version is {version})")
-        if version > SCHEMA_VERSION:
+        if application == APPLICATION_ID and version > SCHEMA_VERSION:
             raise CacheVersionError(
                 f"{self.path} was written by a newer cachestream (catalogue version {version}, "
                 f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
@@ -263,25 +254,12 @@ class Catalogue:
             self.close()
 
     @contextmanager
-    def _translated_system_errors(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         with (
             translated_disk_errors(self.path, "in a transaction"),
             translated_sql_errors(self.path, LOCK_TIMEOUT_S),
         ):
             yield
-
-    @contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        try:
-            with self._translated_system_errors():
-                yield
-        except DAMAGE_ERRORS as error:  # from a damaged value, or from a bug in the transaction's code
-            problem = None if isinstance(error, CacheStreamError) else self.problem()
-            if problem is None:
-                raise
-            raise CatalogueDamagedError(
-                f"{self.path} is damaged ({problem}); run 'cachestream verify CACHE --repair'"
-            ) from error
 
     def _forget_parent(self) -> None:
         """Drop the parent's lock and connection, in a forked child."""

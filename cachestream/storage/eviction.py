@@ -5,13 +5,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from cachestream.config import format_size
 from cachestream.errors import ConfigError
 from cachestream.schema import IntArray, ShardRow
-from cachestream.storage.sql_schema import ORDERS
+
+# The order in which a policy evicts shards, in SQL. The id breaks ties: older shards are evicted first.
+ORDERS: Final = {
+    "lru": "last_used, id",
+    "fifo": "id",
+    "least-fresh": "uses DESC, last_used, id",
+    "none": "id",  # for listings: it evicts nothing
+}
 
 # A function gets the evictable rows, oldest first, and returns them (or their ids), the first to evict first.
 EvictionFunction = Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]

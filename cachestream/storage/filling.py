@@ -215,10 +215,15 @@ class Filling:
             return fill_state(tables)
 
     def begin_pass(self, planned: PlannedPass, retried: Collection[str]) -> None:
-        """Begin a pass, and delete the failures of the kinds `retried`, whose units are read again."""
+        """Begin a pass; delete those without a cached shard, and the failures of the kinds `retried`, whose
+        units are read again.
+        """
         with self._catalogue.transaction() as tables:
-            tables.forget_old_passes()
-            tables.forget_failures(*retried)
+            tables.execute(
+                "DELETE FROM passes WHERE id NOT IN (SELECT DISTINCT pass_id FROM shards) "
+                "AND id < (SELECT max(id) FROM passes)"
+            )
+            tables.executemany("DELETE FROM failures WHERE kind = ?", [(kind,) for kind in retried])
             # In the same transaction, or the cache would still seem complete.
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))
@@ -295,7 +300,7 @@ class Filling:
 def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:
     for claim, holder in tables.claims(row.id):
         if holder != owner and holder in dead_owners:
-            tables.take_over_claim(claim.id, owner)
+            tables.execute("UPDATE claims SET owner = ? WHERE id = ?", (owner, claim.id))
             return claim
     return None
 
@@ -305,5 +310,5 @@ def _new_claim(tables: Tables, row: PassRow, owner: str, size: int) -> Claim | N
     stop = stop if row.length is None else min(stop, row.length)
     if stop <= row.next_position:
         return None
-    tables.advance_pass(row.id, stop)
+    tables.execute("UPDATE passes SET next_position = ? WHERE id = ?", (stop, row.id))
     return tables.insert_claim(row.id, row.next_position, stop, owner)

@@ -81,16 +81,6 @@ class ProgressTables(Statements):
         row = self.execute("SELECT id FROM passes WHERE plan = ?", (plan,)).fetchone()
         return None if row is None else int(row[0])
 
-    def forget_old_passes(self) -> None:
-        """Delete the passes without a cached shard, except the last."""
-        self.execute(
-            "DELETE FROM passes WHERE id NOT IN (SELECT DISTINCT pass_id FROM shards) "
-            "AND id < (SELECT max(id) FROM passes)"
-        )
-
-    def advance_pass(self, pass_id: int, next_position: int) -> None:
-        self.execute("UPDATE passes SET next_position = ? WHERE id = ?", (next_position, pass_id))
-
     def extend_pass(self, pass_id: int, plan: str, length: int | None) -> None:
         """Replace the plan of a pass that has grown.
 
@@ -120,9 +110,6 @@ class ProgressTables(Statements):
             (pass_id, position, stop, owner),
         )
         return Claim(int(cursor.lastrowid or 0), pass_id, position, 0, stop)
-
-    def take_over_claim(self, claim_id: int, owner: str) -> None:
-        self.execute("UPDATE claims SET owner = ? WHERE id = ?", (owner, claim_id))
 
     def move_claim(self, claim_id: int, position: int, offset: int) -> None:
         """Record that the work up to (`position`, `offset`) is done. A finished claim is deleted."""

@@ -55,7 +55,7 @@ def open_catalogue(directory: Directory, given: Mapping[str, Any]) -> Catalogue:
 
     A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
     """
-    catalogue = Catalogue(directory.catalogue, (directory.opening_lock, directory.supervisor_lock))
+    catalogue = Catalogue(directory.catalogue)
     if catalogue.problem() is not None:
         rebuild_catalogue(directory, catalogue)
     with suppress(CacheError):  # where nothing can be written, or not now
@@ -78,11 +78,10 @@ def rebuild_catalogue(directory: Directory, catalogue: Catalogue, *, condemned: 
         found = file_identity(catalogue.path)
         if found is not None:
             is_condemned = condemned and found == catalogue.identity
-            if not is_condemned and catalogue.problem(thorough=True) is None:
+            if not is_condemned and catalogue.problem() is None:
                 return
         catalogue.close()
         settings = initial_settings(directory)
-        _set_aside(directory, settings["size_limit"])
         new = Catalogue(os.path.join(directory.root, "catalogue.new"))
         for path in (new.path, new.path + "-journal"):
             remove_if_there(path)  # of a process that was killed here
@@ -95,7 +94,7 @@ def rebuild_catalogue(directory: Directory, catalogue: Catalogue, *, condemned: 
 
         new.create(fill)
         new.close()
-        remove_if_there(new.path + "-journal")
+        _set_aside(directory, settings["size_limit"])
         move(new.path, catalogue.path)
         sync_folder(directory.root)
         save_copy(directory, catalogue)
@@ -109,8 +108,8 @@ def _set_aside(directory: Directory, limit_bytes: int) -> None:
             remove_if_there(aside)
             with os.scandir(directory.shards) as entries:
                 used = sum(allocated_bytes(entry.stat(follow_symlinks=False)) for entry in entries)
-            # The new catalogue will be as large, and so will its journal.
-            used += overhead_bytes(directory) + 2 * size_of_file(directory.catalogue)
+            # A journal may become as large as the catalogue.
+            used += overhead_bytes(directory) + size_of_file(directory.catalogue)
             if used <= limit_bytes:
                 move(directory.catalogue, aside)
             else:
@@ -222,17 +221,14 @@ class VerifyReport:
 def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
     """Check everything; with `repair`, quarantine damaged shards and remove unknown files."""
     directory, catalogue = cache.directory, cache.catalogue
-    problem = catalogue.problem(thorough=True)
+    problem = catalogue.problem()
     if problem is not None:
         if not repair:
             return VerifyReport(0, 0, (), (), (), problem, repaired=False)
         rebuild_catalogue(directory, catalogue, condemned=True)
     if repair:
         cache.reservations.clear_dead()
-    damage, contradictions = _check_shards(directory, catalogue, on_progress)
-    if repair and contradictions:
-        rebuild_catalogue(directory, catalogue, condemned=True)
-    problem = problem or next(iter(contradictions), None)
+    damage = _check_shards(directory, catalogue, on_progress)
     problem = check_sizes(directory, catalogue, correct=repair) or problem
     with catalogue.reading() as tables:
         known = tables.shard_ids()
@@ -259,12 +255,11 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
 
 def _check_shards(
     directory: Directory, catalogue: Catalogue, on_progress: Callable[[int, int], None] | None
-) -> tuple[dict[int, str], list[str]]:
-    """The damaged shards by id ("" for a missing file), and the values that headers contradict."""
+) -> dict[int, str]:
+    """The damaged shards: id → damage ("" for a missing file)."""
     with catalogue.reading() as tables:
         rows = list(tables.shards())
     damage: dict[int, str] = {}
-    contradictions = []
     for done, row in enumerate(rows, 1):
         path = shard_path(directory.root, row.id)
         try:
@@ -272,35 +267,12 @@ def _check_shards(
             shard.verify()
             if shard.num_samples != row.num_samples:
                 damage[row.id] = f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
-            with catalogue.reading() as tables:
-                if (problem := _contradiction(tables, row.id, shard)) is not None:
-                    contradictions.append(problem)
             shard.close()
         except CorruptShardError as error:
             damage[row.id] = str(error) if os.path.lexists(path) else ""
         if on_progress is not None:
             on_progress(done, len(rows))
-    return damage, contradictions
-
-
-def _contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | None:
-    """Return the first value of the catalogue that the shard's own header contradicts.
-
-    None if they agree, or if the shard has been evicted meanwhile.
-    """
-    origin = tables.origin(shard_id)
-    if origin is None:
-        return None
-    schema, plan = origin
-    source = tables.meta("source")
-    if schema != shard.schema:
-        return f"shard {shard_id} has another schema"
-    if isinstance(shard.fill.get("source"), str) and source not in (None, shard.fill["source"]):
-        return f"shard {shard_id} is of another source"
-    # A growing pass keeps the beginning of its plan: the kind, the seed and the ordinal.
-    if plan is not None and plan.split(",")[:3] != str(shard.fill.get("plan", plan)).split(",")[:3]:
-        return f"shard {shard_id} is of another pass"
-    return None
+    return damage
 
 
 def check_sizes(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
@@ -381,15 +353,11 @@ def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -
     """
     reserved = {reservation.id for reservation in tables.reservations()}
     known = tables.shard_ids() | reserved
-    unknown = []
-    for name in names:
-        shard, temporary = _SHARD_NAME.fullmatch(name), _TEMPORARY_NAME.fullmatch(name)
-        is_known = (shard is not None and int(shard[1]) in known) or (
-            temporary is not None and int(temporary[1]) in reserved
-        )
-        if not is_known:
-            unknown.append(os.path.join(directory.shards, name))
-    return unknown
+    return [
+        os.path.join(directory.shards, name)
+        for name in names
+        if _id_in(name) not in (known if name.endswith(SUFFIX) else reserved)
+    ]
 
 
 def _remove_file(path: str) -> bool:

@@ -325,7 +325,7 @@ def _victims(
         return []
     held_out = tables.held_out_shards()
     order = "fifo" if callable(policy) else policy
-    with contextlib.closing(tables.shards(order, leased, used_only=used_only)) as rows:
+    with contextlib.closing(tables.shards(order, used_only=used_only)) as rows:
         unleased = _outside(leased, rows)
         candidates: Iterable[ShardRow] = unleased
         if spare_held_out:

@@ -323,27 +323,19 @@ class StandingSnapshots:
 
     def take(self, epoch_size: int | None, turnover: float, min_samples: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
-        if epoch_size is not None or self._cache.has_worker():
-            self.settle()
-            return self._take(epoch_size, turnover, min_samples)
-        again = self._reuse()
-        if again is not None:
+        is_reusable = epoch_size is None and not self._cache.has_worker()
+        if is_reusable and (again := self._reuse()) is not None:
             return again
         self.settle()
-        self._enforce_limit()  # the shards of the epoch before last may be evicted now
-        before = self._cache.catalogue.revision()
-        snapshot, lease = self._take(None, turnover, min_samples)
-        now = self._cache.catalogue.revision()
-        is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
-        if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
-            self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
-        return snapshot, lease
-
-    def _take(self, epoch_size: int | None, turnover: float, min_samples: int) -> tuple[Snapshot, Lease]:
+        if is_reusable:
+            self._enforce_limit()  # the shards of the epoch before last may be evicted now
         snapshot, lease = self._cache.take_snapshot(
             epoch_size, turnover, min_samples, self._recent_leases, self._split
         )
         self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
+        if is_reusable and (mine := lease.again()) is not None:
+            revision = self._cache.catalogue.revision()
+            self._last = _Reusable(snapshot, mine, revision, self._clock() + _REUSE_S)
         return snapshot, lease
 
     def close(self) -> None:

@@ -14,14 +14,21 @@ import numpy as np
 
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span
+from cachestream.storage.eviction import ORDERS
 from cachestream.storage.progress import ProgressTables, Statements
-from cachestream.storage.sql_schema import ORDERS, SPLIT_STATEMENTS
 
 _SHARD_COLUMNS: Final = "id, size_bytes, num_samples, uses, last_used"  # the fields of ShardRow
 _MAX_REASONS: Final = 200
 _MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 _SCHEMAS_BETWEEN_CLEARING: Final = 64
-_MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
+# In a cache with a held-out split: a shard's number of held-out samples, and the `part` of its spans that it
+# holds (WHOLE, TRAIN, HELD_OUT). A shard without a row is whole, and not counted yet.
+_SPLIT_STATEMENTS: Final = (
+    """CREATE TABLE IF NOT EXISTS splits (
+        id INTEGER PRIMARY KEY, held_out INTEGER NOT NULL, part INTEGER NOT NULL)""",
+    """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
+        DELETE FROM splits WHERE id = OLD.id; END""",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ class SplitTables(MetaTable):
 
     def hold_out(self, holdout: float) -> None:
         """Hold out the share `holdout` from now on. `insert_split` requires this."""
-        for statement in SPLIT_STATEMENTS:
+        for statement in _SPLIT_STATEMENTS:
             self.execute(statement)
         self.set_meta("holdout", holdout)
 
@@ -174,21 +181,13 @@ class Tables(ProgressTables, SplitTables):
         row = self.execute("SELECT shards, samples, size_bytes FROM totals").fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
-    def shards(
-        self, policy: str = "fifo", excluded: IntArray | None = None, *, used_only: bool = False
-    ) -> Generator[ShardRow, None, None]:
+    def shards(self, policy: str = "fifo", *, used_only: bool = False) -> Generator[ShardRow, None, None]:
         """Iterate over all shards, or those that some epoch has used, in the order of an eviction policy.
 
-        The first to evict comes first. Shards in the ranges `excluded` `[n, 2]` of ids (first, last) are left
-        out, but only in the first 100 ranges: the caller filters by the rest. SQLite sorts, so only the rows
-        that are consumed become objects.
+        The first to evict comes first. SQLite sorts, so only the rows that are consumed become objects.
         """
-        ranges = [] if excluded is None else excluded[:_MAX_RANGES].tolist()
-        where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
-        cursor = self.execute(
-            f"SELECT {_SHARD_COLUMNS} FROM shards WHERE {where} ORDER BY {ORDERS[policy]}",
-            list(chain.from_iterable(ranges)),
-        )
+        where = "WHERE uses > 0" if used_only else ""
+        cursor = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards {where} ORDER BY {ORDERS[policy]}")
         try:
             for row in cursor:
                 yield ShardRow(*row)
@@ -212,15 +211,6 @@ class Tables(ProgressTables, SplitTables):
     def shard(self, shard_id: int) -> ShardRow | None:
         row = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards WHERE id = ?", (shard_id,)).fetchone()
         return None if row is None else ShardRow(*row)
-
-    def origin(self, shard_id: int) -> tuple[Schema, str | None] | None:
-        """The schema of a shard, and the plan of its pass; None for a shard that is gone."""
-        row = self.execute(
-            "SELECT json, plan FROM shards JOIN schemas ON schemas.id = schema_id "
-            "LEFT JOIN passes ON passes.id = pass_id WHERE shards.id = ?",
-            (shard_id,),
-        ).fetchone()
-        return None if row is None else (Schema.from_json(row[0]), row[1])
 
     def insert_shard(self, row: ShardRow, schema_id: int, pass_id: int, spans: Sequence[Span]) -> None:
         values = (*astuple(row), schema_id, pass_id, pack_spans(spans))
@@ -370,11 +360,6 @@ class Tables(ProgressTables, SplitTables):
             "ON CONFLICT DO UPDATE SET count = count + excluded.count",
             (kind, reason, count, example),
         )
-
-    def forget_failures(self, *kinds: str) -> None:
-        """Delete the failures of some kinds."""
-        marks = ", ".join("?" * len(kinds))
-        self.execute(f"DELETE FROM failures WHERE kind IN ({marks})", kinds)
 
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")

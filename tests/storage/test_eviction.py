@@ -16,11 +16,10 @@ from cachestream.errors import ConfigError
 from cachestream.schema import ShardRow
 from cachestream.storage import cache as cache_module
 from cachestream.storage.cache import Cache
-from cachestream.storage.eviction import check_policy, choose_victims, chosen_by, describe_shortage
+from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import Owner
 from cachestream.storage.snapshots import StandingSnapshots
-from cachestream.storage.sql_schema import ORDERS
 from tests.storage.support import (
     DEADLINE_S,
     content,
