@@ -26,8 +26,7 @@ from cachestream.errors import CacheStreamError, ConfigError, EpochError
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
-from cachestream.training.checkpoint import SegmentRecord, rebuild
-from cachestream.training.plan import count_batches
+from cachestream.training.plan import SegmentRecord, count_batches, rebuild
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
