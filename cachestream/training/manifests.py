@@ -220,10 +220,10 @@ class Recorder:
         """Wait up to `_CLOSE_S` for the manifests to be written; later ones are still written in the
         background.
         """
-        thread, self._thread = self._thread, None
         late = wait(self._sent, _CLOSE_S).not_done
-        if thread is not None:
-            thread.shutdown(wait=not late)
+        if self._thread is not None:
+            self._thread.shutdown(wait=not late)
+            self._thread = None
         self._warn()
         self._warn_of_late(late)
 

@@ -346,8 +346,7 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
     """The order that `record` describes, in sample numbers of its own shards, and the bounds of a batch
     sampler.
     """
-    starts = _starts(record.counts)
-    order, bounds = _drawn_order(record, int(starts[-1])), record.bounds
+    order, bounds = _drawn_order(record), record.bounds
     for cut in record.cuts:
         tail = TailOrder(order, min(cut.position, order.size), cut.stop)
         if bounds is not None:
@@ -356,8 +355,7 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
         if not cut.gone:
             order = tail
             continue
-        indices = tail.at(np.arange(tail.size, dtype=np.int64))
-        shards = np.searchsorted(starts, indices, side="right") - 1
+        indices, shards = _located(tail, record)
         keep = ~np.isin(record.shard_ids[shards], cut.gone)
         order = ListedOrder(indices[keep])
         if bounds is not None:
@@ -371,18 +369,24 @@ def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> 
     """
     if np.array_equal(record.shard_ids, snapshot.shard_ids):
         return order
-    starts = _starts(record.counts)
-    indices = order.at(np.arange(order.size, dtype=np.int64))
-    shards = np.searchsorted(starts, indices, side="right") - 1
+    indices, shards = _located(order, record)
     positions = np.searchsorted(snapshot.shard_ids, record.shard_ids[shards])
-    return ListedOrder(_starts(snapshot.counts)[positions] + (indices - starts[shards]))
+    rows = indices - _starts(record.counts)[shards]
+    return ListedOrder(_starts(snapshot.counts)[positions] + rows)
+
+
+def _located(order: SampleOrder, record: SegmentRecord) -> tuple[IntArray, IntArray]:
+    """The samples of `order`, and the places of their shards in `record`, int64 `[n]` each."""
+    indices = order.at(np.arange(order.size, dtype=np.int64))
+    return indices, np.searchsorted(_starts(record.counts), indices, side="right") - 1
 
 
 def _starts(counts: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _drawn_order(record: SegmentRecord, num_samples: int) -> SampleOrder:
+def _drawn_order(record: SegmentRecord) -> SampleOrder:
+    num_samples = int(record.counts.sum())
     if record.listed is not None:
         return ListedOrder(record.listed)
     if record.kind == "sequential":
