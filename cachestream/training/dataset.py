@@ -183,7 +183,10 @@ def _is_one_number(index: Any) -> bool:
 
 def _all_within(samples: IntArray, size: int) -> bool:
     """Return whether all of `samples` are in range(size); as unsigned numbers, negative ones are huge."""
-    return bool((samples.view(np.uint64) < size).all())
+    if not len(samples):
+        return True
+    unsigned = samples.view(np.uint64)
+    return bool(unsigned[unsigned.argmax()] < size)  # a third of the time of a comparison and all()
 
 
 def _mapped(maps: EpochMaps, samples: IntArray) -> tuple[IntArray, IntArray]:
