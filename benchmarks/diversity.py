@@ -15,7 +15,7 @@ from typing import Any
 
 import cachestream as cs
 from benchmarks.measure import emit, scratch
-from cachestream.testing.observing import cached_keys
+from cachestream.testing.checks import cached_keys
 
 TARS = 100
 SAMPLES = 200

@@ -48,13 +48,11 @@ from cachestream.worker.sampling.packer import Packer
 from cachestream.worker.sampling.unit_reader import sample_generator, unit_generator
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from cachestream.storage.cache import Cache
 
 
 _LOCK_TIMEOUT_S: Final = 1.0
-_ATTEMPTS: Final = 8
+_RETRIES: Final = 7
 
 Transform = Callable[..., Any]
 
@@ -115,7 +113,8 @@ def refetch(
         stack.callback(lock.release)
         if (growing := as_incremental(source)) is not None:
             source = list_all(growing, cache)  # with the labels and names that a worker gives
-        restorer = stack.enter_context(_Restorer(cache, source))
+        restorer = _Restorer(cache, source)
+        stack.callback(restorer.release)
         missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
         maker = _Maker(
@@ -154,14 +153,14 @@ def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
 
 
 class _Restorer:
-    """Publishes shards, and leases them and the needed cached ones, as a context manager."""
+    """Publishes shards, and leases them and the needed cached ones until `release`."""
 
     def __init__(self, cache: Cache, source: Source) -> None:
         self._cache = cache
         self._fingerprint = source.fingerprint
         self._owner = Owner(cache.directory, f"refetch-{secrets.token_hex(6)}")
         self._publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, self._owner.name)
-        self._leases: list[Lease] = []
+        self._lease: Lease | None = None
         self._ids: list[int] = []
         self._passes: dict[str, int] = {}
         # The recorded phase: `cache.fill_state()` would take the supervisor's lock, which this process holds,
@@ -170,12 +169,9 @@ class _Restorer:
         is_rebuilt = state.last_pass is not None and state.last_pass.id > 0
         self._filled_by_worker = state.phase != "none" or is_rebuilt
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for lease in self._leases:
-            lease.release()
+    def release(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
         self._owner.release()
 
     def hold_cached(self, wanted: list[Content]) -> list[Content]:
@@ -215,14 +211,13 @@ class _Restorer:
 
     def put(self, content: Content, made: ShardContent) -> None:
         """Publish `made`, evicting shards that are not needed."""
-        fill = content.fill
-        pass_id = self._passes.get(fill["plan"])
-        if pass_id is None:
-            filling, plan = self._cache.filling, fill["plan"]
-            pass_id = filling.enter_earlier_pass(self._fingerprint, plan, fill["length"])
-            self._passes[plan] = pass_id
+        fill, plan = content.fill, content.fill["plan"]
+        if plan not in self._passes:
+            enter = self._cache.filling.enter_earlier_pass
+            self._passes[plan] = enter(self._fingerprint, plan, fill["length"])
         spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
-        shard_ids = self._publisher.publish([made], spans, UnitProgress(pass_id), spare_unused=False)
+        progress = UnitProgress(self._passes[plan])
+        shard_ids = self._publisher.publish([made], spans, progress, spare_unused=False)
         if shard_ids is None:
             shortage = self._cache.reservations.shortage(made.data_bytes)
             raise CacheFullError(
@@ -233,10 +228,9 @@ class _Restorer:
     def _hold(self, shard_ids: list[int]) -> None:
         self._ids = sorted([*self._ids, *shard_ids])
         ranges = np.repeat(np.array(self._ids, np.int64)[:, None], 2, axis=1)
-        held = self._cache.reservations.hold(ranges)
-        for lease in self._leases:
-            lease.release()
-        self._leases = [held]
+        before, self._lease = self._lease, self._cache.reservations.hold(ranges)
+        if before is not None:
+            before.release()
 
 
 class _Maker:
@@ -288,21 +282,16 @@ class _Maker:
         return has_units(self._source_of(plan), plan.num_units, plan.listing)
 
     def order_of(self, plan: PassPlan) -> UnitOrder:
-        order = self._orders.get(plan)
-        if order is None:
-            drawn = None
-            if plan.is_drawn:
-                path = order_file(self._cache.directory, plan.ordinal)
-                if not os.path.exists(path):
-                    raise _NotReproducibleError(
-                        f"what the {plan.kind} drew for its pass is not kept any more"
-                    )
-                drawn = np.load(path, mmap_mode="r")
-            if plan.kind == "weighted" and self._weights is None:
-                raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
+        if plan not in self._orders:
             weights = self._weights if plan.kind == "weighted" else None
-            order = self._orders[plan] = UnitOrder(plan, weights, drawn)
-        return order
+            if plan.kind == "weighted" and weights is None:
+                raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
+            path = order_file(self._cache.directory, plan.ordinal)
+            if plan.is_drawn and not os.path.exists(path):
+                raise _NotReproducibleError(f"what the {plan.kind} drew for its pass is not kept any more")
+            drawn = np.load(path, mmap_mode="r") if plan.is_drawn else None
+            self._orders[plan] = UnitOrder(plan, weights, drawn)
+        return self._orders[plan]
 
     def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:
         """The parts of units in a shard, in order: (unit, first offset, offset after the last)."""
@@ -339,12 +328,11 @@ class _Maker:
         return made
 
     def _read(self, plan: PassPlan, unit: int, first: int, stop: int) -> list[tuple[str, Any]]:
-        """The samples of `unit` at the offsets from `first` to `stop`, transformed."""
-        for delay_s in itertools.islice(backoff_delays(random.Random()), _ATTEMPTS - 1):
-            try:
+        """The samples of `unit` at the offsets from `first` to `stop`, transformed, in up to eight attempts."""
+        for delay_s in itertools.islice(backoff_delays(random.Random()), _RETRIES):
+            with contextlib.suppress(SourceUnavailableError):
                 return list(self._samples(plan, unit, first, stop))
-            except SourceUnavailableError:
-                time.sleep(delay_s)
+            time.sleep(delay_s)
         return list(self._samples(plan, unit, first, stop))
 
     def _samples(self, plan: PassPlan, unit: int, first: int, stop: int) -> Iterator[tuple[str, Any]]:

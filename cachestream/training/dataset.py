@@ -133,9 +133,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         samples, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
         if _all_within(samples, size):
             return samples
-        if (
-            given.dtype.kind == "i"
-        ):  # negative values cast from unsigned ones are overflows, not indices from the end
+        if given.dtype.kind == "i":  # a huge unsigned number has become negative, and is outside
             samples[samples < 0] += size
         if not _all_within(samples, size):
             raise IndexError(f"index {reprlib.repr(indices)} is outside of a dataset of {size} samples")
@@ -191,7 +189,7 @@ def _all_within(samples: IntArray, size: int) -> bool:
     if not len(samples):
         return True
     unsigned = samples.view(np.uint64)
-    return bool(unsigned[unsigned.argmax()] < size)  # half the time of max()
+    return bool(unsigned[unsigned.argmax()] < size)  # a third of the time of a comparison and all()
 
 
 def _mapped(maps: EpochMaps, samples: IntArray) -> tuple[IntArray, IntArray]:

@@ -25,7 +25,7 @@ from cachestream.schema import Schema, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.snapshots import StandingSnapshots
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.checkpoint import SegmentRecord
+from cachestream.training.plan import SegmentRecord
 from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:

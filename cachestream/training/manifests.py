@@ -26,8 +26,7 @@ from cachestream.errors import CacheStreamError, ConfigError, EpochError
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
-from cachestream.training.checkpoint import SegmentRecord, rebuild
-from cachestream.training.plan import count_batches
+from cachestream.training.plan import SegmentRecord, count_batches, rebuild
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -221,10 +220,10 @@ class Recorder:
         """Wait up to `_CLOSE_S` for the manifests to be written; later ones are still written in the
         background.
         """
-        thread, self._thread = self._thread, None
         late = wait(self._sent, _CLOSE_S).not_done
-        if thread is not None:
-            thread.shutdown(wait=not late)
+        if self._thread is not None:
+            self._thread.shutdown(wait=not late)
+            self._thread = None
         self._warn()
         self._warn_of_late(late)
 

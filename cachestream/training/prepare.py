@@ -27,10 +27,9 @@ from cachestream.storage.status import (
     warn_of_loss,
     warn_of_skipped,
 )
-from cachestream.training.checkpoint import SegmentRecord, rebuild, translate
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
-from cachestream.training.plan import Plan, count_batches, run_length
+from cachestream.training.plan import Plan, SegmentRecord, count_batches, rebuild, run_length, translate
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.samplers import evaluate, join_selections

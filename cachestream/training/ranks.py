@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
-from cachestream.schema import IntArray
 from cachestream.training.rendezvous import PAUSES_S, Cancelled, ProcessGroup, StoreConnection, meet_at
 
 _meetings = itertools.count()
@@ -242,14 +242,14 @@ def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
     return kind(message if own else f"{name}: {message}")
 
 
-def pack_numbers(numbers: IntArray) -> str:
-    """`numbers` (int64 `[n]`) as a value of a payload."""
-    return base64.b64encode(numbers.astype("<i8").tobytes()).decode()
+def pack_numbers(numbers: npt.NDArray[Any], kind: str = "<i8") -> str:
+    """`numbers` `[n]`, stored as numpy's `kind`, as a value of a payload."""
+    return base64.b64encode(numbers.astype(kind).tobytes()).decode()
 
 
-def unpack_numbers(text: str) -> IntArray:
-    """The numbers of `pack_numbers`, int64 `[n]`."""
-    return np.frombuffer(base64.b64decode(text), "<i8").astype(np.int64)
+def unpack_numbers(text: str, kind: str = "<i8") -> npt.NDArray[Any]:
+    """The numbers of `pack_numbers`, `[n]`, in the byte order of this machine."""
+    return np.frombuffer(base64.b64decode(text), kind).astype(np.dtype(kind).newbyteorder("="))
 
 
 def find_job() -> ProcessGroup | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import ConfigError
-from cachestream.training.checkpoint import SegmentRecord
+from cachestream.training.plan import SegmentRecord
 
 if TYPE_CHECKING:
     from cachestream.schema import Snapshot

@@ -7,7 +7,6 @@ every sample once.
 
 from __future__ import annotations
 
-import base64
 import reprlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from cachestream.errors import ConfigError, CorruptShardError
 from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.training.ranks import pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
     from cachestream.training.ranks import Ranks
@@ -181,13 +181,11 @@ def _latest(parts: Sequence[Weighted]) -> Weighted:
 
 
 def _pack(hashes: Hashes, weights: npt.NDArray[np.float32]) -> Packed:
-    values = {"keys": hashes.astype("<u8"), "weights": weights.astype("<f4")}
-    return {name: base64.b64encode(array.tobytes()).decode() for name, array in values.items()}
+    return {"keys": pack_numbers(hashes, "<u8"), "weights": pack_numbers(weights, "<f4")}
 
 
 def _unpack(packed: Packed) -> Weighted:
-    hashes = np.frombuffer(base64.b64decode(packed["keys"]), "<u8").astype(np.uint64)
-    weights = np.frombuffer(base64.b64decode(packed["weights"]), "<f4").astype(np.float32)
+    hashes, weights = unpack_numbers(packed["keys"], "<u8"), unpack_numbers(packed["weights"], "<f4")
     if len(hashes) != len(weights):
         raise ValueError(f"{len(hashes)} keys for {len(weights)} weights")
     return hashes, weights

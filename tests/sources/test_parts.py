@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream.sources.sample_files import EXPANSION, MANY_FILES, FileUnits, parts_for_diversity
-from cachestream.testing.observing import cached_keys
+from cachestream.testing.checks import cached_keys
 
 tfrecord: Any = pytest.importorskip("tfrecord")
 pyarrow: Any = pytest.importorskip("pyarrow")

@@ -22,7 +22,7 @@ import pytest
 import cachestream as cs
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.tar import TarSource
-from cachestream.testing.observing import cached_keys
+from cachestream.testing.checks import cached_keys
 from cachestream.transport import metering, remote_object
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_object import RemoteObject, open_stream

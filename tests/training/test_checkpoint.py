@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from cachestream import ConfigError, EpochLoader
 from cachestream.schema import Schema, Snapshot
-from cachestream.training.checkpoint import OrderKind, SegmentRecord, rebuild, translate
+from cachestream.training.plan import OrderKind, SegmentRecord, rebuild, translate
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache
 

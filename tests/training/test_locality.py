@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import ConfigError, EpochLoader
-from cachestream.training.checkpoint import SegmentRecord, rebuild
-from cachestream.training.plan import LocalOrder, run_length
+from cachestream.training.plan import LocalOrder, SegmentRecord, rebuild, run_length
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cachestream import Cache, EpochLoader
-from cachestream.training.checkpoint import rebuild
 from cachestream.training.manifests import load_manifest, save_manifest
+from cachestream.training.plan import rebuild
 from tests.training.conftest import NewCache
 
 ROOT = Path(__file__).parents[2]

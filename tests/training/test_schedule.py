@@ -18,9 +18,8 @@ from cachestream.training.batch_producer import use_one_torch_thread
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.prefetcher import BatchGroup, QueuedBatch
 from cachestream.training.batches.transfer import BatchTransform, Staged
-from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.plan import Plan, SequentialOrder
+from cachestream.training.plan import Plan, SegmentRecord, SequentialOrder
 from cachestream.training.schedule import Pace, Schedule
 from cachestream.training.segment import Request, Segment
 

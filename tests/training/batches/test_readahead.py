@@ -25,8 +25,15 @@ from cachestream.storage.shard import shard_path
 from cachestream.training.batches import readahead
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.readahead import MissingPages, ReadAhead, addresses_of, merged, runs_of
-from cachestream.training.checkpoint import SegmentRecord
-from cachestream.training.plan import LocalOrder, Plan, SampleOrder, ShuffledOrder, TailOrder, count_batches
+from cachestream.training.plan import (
+    LocalOrder,
+    Plan,
+    SampleOrder,
+    SegmentRecord,
+    ShuffledOrder,
+    TailOrder,
+    count_batches,
+)
 from cachestream.training.segment import Request, Segment
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
