@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span
+from cachestream.storage.locks import is_held
 from cachestream.storage.progress import Claim, PassRow, Suspect
-from cachestream.storage.reservations import owner_is_alive
 from cachestream.storage.tables import FailureRow
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Filling:
             return None
         # Outside the transaction: the name of a dead owner is never used again.
         return OpenPass(
-            passes[-1], frozenset(owner for owner in owners if not owner_is_alive(self._directory, owner))
+            passes[-1], frozenset(owner for owner in owners if not is_held(self._directory.owner_file(owner)))
         )
 
     def claim(

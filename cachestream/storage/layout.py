@@ -20,6 +20,7 @@ from cachestream.linux import (
 from cachestream.storage.os_errors import translated_disk_errors
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+OWNER_SUFFIX: Final = ".owner"
 BLOCK_BYTES: Final = 4096
 _MAX_QUARANTINED: Final = 4
 _QUARANTINE_DIVISOR: Final = 20  # the quarantine takes at most one part in this many of the limit
@@ -48,6 +49,10 @@ class Directory:
 
     def worker_file(self, name: str) -> str:
         return os.path.join(self.worker, name)
+
+    def owner_file(self, name: str) -> str:
+        """The file that the process which writes under `name` keeps locked for as long as it lives."""
+        return os.path.join(self.leases, name + OWNER_SUFFIX)
 
     def temporary_shard(self, shard_id: int) -> str:
         """The path under which a shard is written, beside its final path: one listing sees it once."""

@@ -22,6 +22,7 @@ from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.eviction import EvictionPolicy, Room, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.layout import (
     BLOCK_BYTES,
+    OWNER_SUFFIX,
     Directory,
     free_bytes,
     overhead_bytes,
@@ -73,11 +74,9 @@ class DiskUsage:
 class Owner:
     """A process that writes into the cache, alive for as long as it holds its file's lock."""
 
-    SUFFIX: Final = ".owner"
-
     def __init__(self, directory: Directory, name: str) -> None:
         self.name = name
-        path = _owner_path(directory, name)
+        path = directory.owner_file(name)
         file = lock_file(path, timeout_s=_OWNER_TIMEOUT_S)
         if file is None:
             raise CacheLockedError(f"{path} is held by another process; start again")
@@ -96,15 +95,6 @@ class Owner:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _owner_path(directory: Directory, name: str) -> str:
-    return os.path.join(directory.leases, name + Owner.SUFFIX)
-
-
-def owner_is_alive(directory: Directory, name: str) -> bool:
-    """Return whether the process that wrote under `name` still runs."""
-    return is_held(_owner_path(directory, name))
 
 
 class Reservations:
@@ -236,7 +226,7 @@ class Reservations:
         with translated_disk_errors(self._directory.leases, "listing it"):
             names = os.listdir(self._directory.leases)
         for name in names:
-            if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
+            if name.endswith((OWNER_SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
             reservations = tables.reservations()
@@ -265,7 +255,9 @@ class Reservations:
     def _abandoned(self, reservations: list[Reservation]) -> list[Reservation]:
         """The reservations of dead processes, and those that this process failed to release."""
         # The name of a dead owner is never used again.
-        alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
+        alive = {
+            name for name in {r.owner for r in reservations} if is_held(self._directory.owner_file(name))
+        }
         return [r for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
