@@ -24,7 +24,7 @@ from cachestream.sources.base import Source
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
 from cachestream.worker.processes import import_path, start_python
-from cachestream.worker.sampling.encode import EncodedSample, to_record
+from cachestream.worker.sampling.encode import Table, joined, to_record
 
 # Beginnings of what connections that stay open for the next read are.
 _POOLED: Final = ("socket:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
@@ -108,7 +108,7 @@ def main() -> None:
     sys.stdout.write(f"{json.dumps(answer)}\n")
 
 
-Samples = list[tuple[str, EncodedSample]]
+Samples = list[tuple[str, Table]]
 
 
 def expect(kept: bool, message: str) -> None:
@@ -191,7 +191,7 @@ class CheckedSource:
         self.expect_no_secret(f"a key of unit {unit}", key)
         return str(key)
 
-    def record(self, unit: int, sample: Any) -> EncodedSample:
+    def record(self, unit: int, sample: Any) -> Table:
         """A sample of `unit` as it is stored, after the transform."""
         if self.transform is not None:
             sample = self.transform(sample)
@@ -206,8 +206,9 @@ class CheckedSource:
         keys = [key for key, _ in one]
         expect(keys == [key for key, _ in other], f"{what}: other keys, or in another order")
         for (key, record), (_, again) in zip(one, other, strict=True):
-            same = (record.schema, record.shapes) == (again.schema, again.shapes)
-            same = same and [*map(bytes, record.values)] == [*map(bytes, again.values)]
+            same = record.schema == again.schema
+            values = [[bytes(joined(column)) for column in table.columns] for table in (record, again)]
+            same = same and values[0] == values[1]
             how = "draw all that is random from `rng`, share no state"
             expect(same, f"{what}: sample {key!r} differs; {how}")
 
