@@ -48,7 +48,8 @@ class _ColumnBuilder:
 
     def append(self, column: Column, shape: tuple[int, ...]) -> int:
         """Append values of one shape; returns their bytes. After a MemoryError the builder is as before."""
-        data = joined(column)
+        is_single = len(column) == 1 and not isinstance(column, np.ndarray)
+        data = column[0] if is_single else joined(column)
         stop = self._size + len(data)
         if stop > len(self._memory):
             self._grow(stop)
@@ -57,7 +58,9 @@ class _ColumnBuilder:
         else:
             np.copyto(self._data[self._size : stop], np.frombuffer(data, np.uint8))
         self._size = stop
-        if isinstance(column, np.ndarray):
+        if is_single:
+            self._count((len(data), shape), 1)
+        elif isinstance(column, np.ndarray):
             self._count((column.shape[1], shape), len(column))
         else:
             for value in column:
