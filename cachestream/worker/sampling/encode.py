@@ -306,19 +306,6 @@ def _chunk(items: list[Item], nbytes: int) -> SampleChunk:
     return SampleChunk(offsets, keys, samples, nbytes)
 
 
-def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Group ascending `offsets` into ranges [start, stop)."""
-    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
-        return [(offsets[0], offsets[-1] + 1)]
-    found: list[tuple[int, int]] = []
-    for offset in offsets:
-        if found and found[-1][1] == offset:
-            found[-1] = found[-1][0], offset + 1
-        else:
-            found.append((offset, offset + 1))
-    return found
-
-
 def approximate_bytes(value: Any) -> int:
     """Estimate the memory that a sample takes."""
     try:

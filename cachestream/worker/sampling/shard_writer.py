@@ -19,7 +19,7 @@ from cachestream.transport import object_limit
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan, gaps, is_covered
 from cachestream.worker.processes import end_if_forked
-from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key, runs, to_record
+from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key, to_record
 from cachestream.worker.sampling.packer import FirstSamples, Packer, majority
 from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
 from cachestream.worker.sampling.unit_reader import Unit, UnitRead, sample_generator
@@ -343,8 +343,12 @@ class SampleEncoder:
             if len(wanted):
                 writer.take(wanted)
             self._slot["pack_s"] += time.monotonic() - begun_s
-            for first, last in runs(chunk.offsets[start:stop]):
-                self._add_progress(unit_read, first, last)
+            first, last = chunk.offsets[start], chunk.offsets[stop - 1]
+            if last - first == stop - start - 1:
+                self._add_progress(unit_read, first, last + 1)
+            else:  # some rows between them are cached already
+                for offset in chunk.offsets[start:stop]:
+                    self._add_progress(unit_read, offset, offset + 1)
             start = stop
         return True
 
