@@ -26,7 +26,7 @@ from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
 from cachestream.worker.processes import import_path, start_python
-from cachestream.worker.sampling.encode import EncodedSample, to_record, to_table
+from cachestream.worker.sampling.encode import Table, joined, to_record, to_table
 from cachestream.worker.worker import start_worker
 
 _THREADS: Final = 8
@@ -37,7 +37,7 @@ _ADDRESS: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
 # Beginnings of what connections that stay open for the next read are.
 _POOLED: Final = ("socket:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
 
-Samples = list[tuple[str, EncodedSample]]
+Samples = list[tuple[str, Table]]
 
 
 def check_source(
@@ -298,7 +298,7 @@ class SourceChecks:
         self.expect_no_secret(f"a key of unit {unit}", key)
         return str(key)
 
-    def record(self, unit: int, sample: Any) -> EncodedSample:
+    def record(self, unit: int, sample: Any) -> Table:
         """A sample of `unit` as it is stored, after the transform."""
         if self.transform is not None:
             sample = self.transform(sample)
@@ -313,8 +313,9 @@ class SourceChecks:
         keys = [key for key, _ in one]
         expect(keys == [key for key, _ in other], f"{what}: other keys, or in another order")
         for (key, record), (_, again) in zip(one, other, strict=True):
-            same = (record.schema, record.shapes) == (again.schema, again.shapes)
-            same = same and [*map(bytes, record.values)] == [*map(bytes, again.values)]
+            same = record.schema == again.schema
+            values = [[bytes(joined(column)) for column in table.columns] for table in (record, again)]
+            same = same and values[0] == values[1]
             how = "draw all that is random from `rng`, share no state"
             expect(same, f"{what}: sample {key!r} differs; {how}")
 

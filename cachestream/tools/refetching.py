@@ -313,7 +313,7 @@ class _Maker:
                     continue
                 # A sample that is skipped now was skipped then.
                 with contextlib.suppress(SampleError, SchemaMismatchError):
-                    packer.add(key, to_record(sample), known)
+                    packer.add(to_record(sample, key), known)
         finally:
             for part in parts:
                 part.cancel()

@@ -61,7 +61,7 @@ def content(
     packer = Packer()
     each = max(1, size_bytes // count // 8)
     for number in range(first, first + count):
-        packer.add(f"k{number}", to_record({"x": np.full(each, number, np.int64), "n": number}), None)
+        packer.add(to_record({"x": np.full(each, number, np.int64), "n": number}, f"k{number}"), None)
     return packer.content({} if fill is None else fill)
 
 

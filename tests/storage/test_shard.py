@@ -34,7 +34,7 @@ DTYPES = [
 def packed(samples: list[Any], fill: Mapping[str, Any] | None = None) -> ShardContent:
     packer = Packer()
     for number, sample in enumerate(samples):
-        packer.add(f"k{number}", to_record(sample), None)
+        packer.add(to_record(sample, f"k{number}"), None)
     return packer.content(fill or {})
 
 

@@ -22,7 +22,7 @@ def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
     """Publish `samples` (key, sample) as one shard of `cache`; returns its id."""
     packer = Packer()
     for key, sample in samples:
-        packer.add(key, to_record(sample), None)
+        packer.add(to_record(sample, key), None)
     owner = Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)

@@ -151,7 +151,7 @@ class Probe:
         if self.packer.size_bytes >= SHARD_BYTES:
             self.packer.clear()
         if isinstance(item, Rows):
-            self.packer.add_table(to_table(item), None)
+            self.packer.add(to_table(item), None)
         else:
             key, sample = item
             if self._transform is not None:
@@ -159,7 +159,7 @@ class Probe:
                 self._lap(reading, "transform")
             if sample is None:
                 return
-            self.packer.add(key, to_record(sample), None)
+            self.packer.add(to_record(sample, key), None)
         self._lap(reading, "pack")
 
     def _skip(self, reading: _Reading, unit: int, index: int, error: BaseException) -> None:

@@ -25,33 +25,81 @@ LONGEST_S: Final = 0.001
 _SCHEMAS: Final = 1024  # cached, for fields whose shape varies from sample to sample
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedSample:
-    """One sample, ready to be stored.
+Column = npt.NDArray[np.uint8] | Sequence[BytesLike]
 
-    `values[i]`: the bytes of field i of `schema`, or a uint8 array `[nbytes]` of them, which may share the
-    memory of the sample. `shapes[i]`: the shape of the value of a tensor field, () for str and bytes.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Samples of one schema, column by column, as shards store them; often a single sample.
+
+    `columns[i]`: field i of all samples, uint8 `[n, nbytes]`, or the bytes of each, which may be uint8 arrays
+    `[nbytes]` that share the memory of the sample.
     """
 
     schema: Schema
-    values: tuple[BytesLike, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    keys: Sequence[bytes]
+    columns: tuple[Column, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.values))
+        """The size of all values and keys."""
+        nbytes = sum(map(len, self.keys))
+        for column in self.columns:
+            nbytes += column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
+        return nbytes
 
-    def converted(self, schema: Schema) -> EncodedSample:
-        """The sample as of `schema`, which has floats in place of integers."""
-        return EncodedSample(schema, _converted(self.values, self.schema, schema), self.shapes)
+    def cut(self, start: int, stop: int) -> Table:
+        """The samples `start` to `stop`."""
+        return Table(self.schema, self.keys[start:stop], tuple(column[start:stop] for column in self.columns))
+
+    def take(self, indices: Sequence[int]) -> Table:
+        """The samples at `indices`."""
+        columns = [
+            column[np.asarray(indices, np.int64)]
+            if isinstance(column, np.ndarray)
+            else [column[i] for i in indices]
+            for column in self.columns
+        ]
+        return Table(self.schema, [self.keys[i] for i in indices], tuple(columns))
+
+    def converted(self, schema: Schema) -> Table:
+        """The samples as of `schema`, which has floats in place of integers."""
+        columns = list(self.columns)
+        for i, (old, new) in enumerate(zip(self.schema.fields, schema.fields, strict=True)):
+            if old.dtype != new.dtype:
+                data = np.frombuffer(joined(columns[i]), np.uint8).reshape(len(self), -1)
+                numbers = data.view(np.dtype(old.dtype).newbyteorder("<"))
+                columns[i] = numbers.astype(np.dtype(new.dtype).newbyteorder("<")).view(np.uint8)
+        return Table(schema, self.keys, tuple(columns))
+
+
+def joined(column: Column) -> BytesLike:
+    """The values of `column` one after the other."""
+    if isinstance(column, np.ndarray):
+        return column.reshape(-1)
+    if len(column) == 1:
+        return column[0]
+    return b"".join(column)  # type: ignore[arg-type]  # arrays are buffers, too
+
+
+def encode_key(key: str) -> bytes:
+    """The bytes of a key as shards store them."""
+    return key.encode("utf-8", "surrogatepass")
+
+
+def decode_key(key: bytes) -> str:
+    return key.decode("utf-8", "surrogatepass")
 
 
 # A kind, a torch dtype, the shape of a tensor, and the bytes.
 _Value = tuple[FieldKind, str, tuple[int, ...], BytesLike]
 
 
-def to_record(sample: Any) -> EncodedSample:
-    """`sample` as fields: a mapping, a tuple (fields "0", "1", …) or a bare value (field "0").
+def to_record(sample: Any, key: str = "") -> Table:
+    """`sample`, a mapping, a tuple (fields "0", "1", …) or a bare value (field "0"), as a table of one row.
 
     Raises SampleError that names the field for a value that is no array, tensor, number, bool, str or
     bytes.
@@ -59,7 +107,7 @@ def to_record(sample: Any) -> EncodedSample:
     container, names, items = _items(sample)
     found = [_value(name, items[name]) for name in names]
     kinds, dtypes, shapes, values = zip(*found, strict=True)
-    return EncodedSample(_schema(container, names, kinds, dtypes, shapes), values, shapes)
+    return Table(_schema(container, names, kinds, dtypes, shapes), (encode_key(key),), tuple(zip(values)))
 
 
 @functools.lru_cache(maxsize=_SCHEMAS)
@@ -174,65 +222,9 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, 2) if dtype == "complex128" else shape
 
 
-def _converted(values: Sequence[Any], before: Schema, after: Schema) -> tuple[Any, ...]:
-    """Convert `values`, of each field bytes or uint8 `[…, nbytes]`, where `after` has floats and not integers."""
-    found = list(values)
-    for i, (old, new) in enumerate(zip(before.fields, after.fields, strict=True)):
-        if old.dtype != new.dtype:
-            data = np.frombuffer(values[i], np.uint8) if isinstance(values[i], bytes) else values[i]
-            numbers = np.ascontiguousarray(data).view(np.dtype(old.dtype).newbyteorder("<"))
-            found[i] = numbers.astype(np.dtype(new.dtype).newbyteorder("<")).view(np.uint8)
-    return tuple(found)
-
-
 def item_bytes(dtype: str) -> int:
     """Bytes of one stored element of torch dtype `dtype`."""
     return storage_of(dtype)[1].itemsize
-
-
-_Column = npt.NDArray[np.uint8] | list[bytes]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """Samples of one schema, column by column.
-
-    `columns[i]`: field i of all samples, uint8 `[n, nbytes]`, or a list for str and bytes.
-    """
-
-    schema: Schema
-    keys: list[bytes]
-    columns: tuple[_Column, ...]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all values and keys."""
-        columns = sum(
-            column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
-            for column in self.columns
-        )
-        return columns + sum(map(len, self.keys))
-
-    def cut(self, start: int, stop: int) -> Table:
-        """The samples `start` to `stop`."""
-        return Table(self.schema, self.keys[start:stop], tuple(column[start:stop] for column in self.columns))
-
-    def converted(self, schema: Schema) -> Table:
-        """The samples as of `schema`, which has floats in place of integers."""
-        return Table(schema, self.keys, _converted(self.columns, self.schema, schema))
-
-    def take(self, indices: Sequence[int]) -> Table:
-        """The samples at `indices`."""
-        columns = [
-            column[np.asarray(indices, np.int64)]
-            if isinstance(column, np.ndarray)
-            else [column[i] for i in indices]
-            for column in self.columns
-        ]
-        return Table(self.schema, [self.keys[i] for i in indices], tuple(columns))
 
 
 def to_table(rows: Rows) -> Table:
@@ -241,19 +233,18 @@ def to_table(rows: Rows) -> Table:
     found = [_column(name, rows.fields[name], len(rows.keys)) for name in names]
     if not all(isinstance(key, str) for key in rows.keys):
         raise SampleError("a key of its rows is no str")
-    keys = [key.encode("utf-8", "surrogatepass") for key in rows.keys]
-    return Table(Schema(tuple(field for field, _ in found)), keys, tuple(column for _, column in found))
+    fields, columns = zip(*found, strict=True)
+    return Table(Schema(fields), list(map(encode_key, rows.keys)), columns)
 
 
 def _column(
     name: str, values: npt.NDArray[Any] | Sequence[str] | Sequence[bytes], count: int
-) -> tuple[Field, _Column]:
+) -> tuple[Field, Column]:
     if len(values) != count:
         raise SampleError(f"field '{name}' has {len(values)} values for {count} keys")
     if not isinstance(values, np.ndarray):
         if all(isinstance(value, str) for value in values):
-            texts = [value.encode("utf-8", "surrogatepass") for value in values]  # type: ignore[union-attr]
-            return Field(name, "str", "uint8", 1, None), texts
+            return Field(name, "str", "uint8", 1, None), list(map(encode_key, values))  # type: ignore[arg-type]
         if all(isinstance(value, bytes) for value in values):
             return Field(name, "bytes", "uint8", 1, None), list(values)  # type: ignore[arg-type]
         raise SampleError(f"field '{name}': rows hold arrays, or lists of str alone or bytes alone")
@@ -313,19 +304,6 @@ def group_into_chunks(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChu
 def _chunk(items: list[Item], nbytes: int) -> SampleChunk:
     offsets, keys, samples, _ = zip(*items, strict=True)
     return SampleChunk(offsets, keys, samples, nbytes)
-
-
-def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Group ascending `offsets` into ranges [start, stop)."""
-    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
-        return [(offsets[0], offsets[-1] + 1)]
-    found: list[tuple[int, int]] = []
-    for offset in offsets:
-        if found and found[-1][1] == offset:
-            found[-1] = found[-1][0], offset + 1
-        else:
-            found.append((offset, offset + 1))
-    return found
 
 
 def approximate_bytes(value: Any) -> int:

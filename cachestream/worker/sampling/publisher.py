@@ -27,7 +27,7 @@ from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.job import Job
 from cachestream.worker.order import END
 from cachestream.worker.sampling.encode import Table
-from cachestream.worker.sampling.packer import Packer, Part, encode_key
+from cachestream.worker.sampling.packer import Packer
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -162,18 +162,16 @@ class OpenShard:
         packer = self.packer if self.packer.num_samples else self.held_out
         return packer.schema if packer.num_samples else None
 
-    def pack(self, part: Part, known: Schema | None) -> None:
-        """Add `part`, each sample to the shard of its split; raises as `Packer.take`."""
+    def pack(self, table: Table, known: Schema | None) -> None:
+        """Add samples, each to the shard of its split; raises as `Packer.add`."""
         if self.holdout.share is None:
-            self.packer.take(part, known)
-        elif isinstance(part, Table):
-            splits = [self.holdout.split_of(key) for key in part.keys]
-            for split, packer in ((TRAIN, self.packer), (HELD_OUT, self.held_out)):
-                if rows := [row for row, one in enumerate(splits) if one == split]:
-                    packer.take(part.take(rows), known)
-        else:
-            split = self.holdout.split_of(encode_key(part[0]))
-            (self.held_out if split == HELD_OUT else self.packer).take(part, known)
+            self.packer.add(table, known)
+            return
+        splits = [self.holdout.split_of(key) for key in table.keys]
+        for split, packer in ((TRAIN, self.packer), (HELD_OUT, self.held_out)):
+            rows = [row for row, one in enumerate(splits) if one == split]
+            if rows:
+                packer.add(table if len(rows) == len(table) else table.take(rows), known)
 
     def contents(self, fill: dict[str, Any]) -> list[ShardContent]:
         """The shards to be published together: none, one, or one for each split."""

@@ -19,16 +19,8 @@ from cachestream.transport import object_limit
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan, gaps, is_covered
 from cachestream.worker.processes import end_if_forked
-from cachestream.worker.sampling.encode import SampleChunk, Table, runs, to_record
-from cachestream.worker.sampling.packer import (
-    FirstSamples,
-    Packer,
-    Part,
-    decode_key,
-    encode_key,
-    keys_of,
-    majority,
-)
+from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key, to_record
+from cachestream.worker.sampling.packer import FirstSamples, Packer, majority
 from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
 from cachestream.worker.sampling.unit_reader import Unit, UnitRead, sample_generator
 
@@ -85,20 +77,20 @@ class ShardWriter:
         """The schema that samples have to fit: of the cache, or else of the open shard."""
         return self._publisher.schema or self.open.schema
 
-    def take(self, part: Part, nbytes: int) -> None:
-        """Pack `part`, or hold it back while the schema of the cache is undecided."""
-        if self.is_large(nbytes):
+    def take(self, table: Table) -> None:
+        """Pack `table`, or hold it back while the schema of the cache is undecided."""
+        if self.is_large(nbytes := table.nbytes):
             try:
                 check_size(nbytes, self.limit_bytes())
             except SampleError as error:
-                self.skip("sample", error, keys_of(part)[0])
+                self.skip("sample", error, decode_key(table.keys[0]))
                 return
             self.flush()
             self.begin_shard()
         if self._first is None:
-            self._pack(part)
+            self._pack(table)
         else:
-            self._first.add(part, time.monotonic())
+            self._first.add(table, time.monotonic())
 
     def is_large(self, nbytes: int) -> bool:
         """True if a sample needs a shard of its own: an open shard holds up to an eighth of the limit."""
@@ -112,15 +104,15 @@ class ShardWriter:
             object_limit.set_cache_limit(self._limit_bytes)
         return self._limit_bytes
 
-    def _pack(self, part: Part) -> None:
-        """Add `part` to the open shard; count samples that do not fit as skipped."""
+    def _pack(self, table: Table) -> None:
+        """Add `table` to the open shard; count samples that do not fit as skipped."""
         try:
-            self.open.pack(part, self._schema)
-            self._slot["samples"] += len(part) if isinstance(part, Table) else 1
+            self.open.pack(table, self._schema)
+            self._slot["samples"] += len(table)
         except (SchemaMismatchError, MemoryError) as error:
             kind = "schema" if isinstance(error, SchemaMismatchError) else "transform"
-            for key in keys_of(part):
-                self.skip(kind, error, key)
+            for key in table.keys:
+                self.skip(kind, error, decode_key(key))
 
     def skip(self, kind: str, error: BaseException, example: str) -> None:
         """Count a sample or unit as skipped; raises WorkerError if none of the first can be used."""
@@ -146,20 +138,20 @@ class ShardWriter:
         True if no samples are held back any more.
         """
         if self._first is not None and not self._decision_due_in_s():
-            if self._first.parts and self._first.others is None:
+            if self._first.tables and self._first.others is None:
                 self._vote(self._first)
             if not self._decision_due_in_s():
                 self._decide()
-        return self._first is None or not self._first.parts
+        return self._first is None or not self._first.tables
 
     def _decide(self) -> None:
         """Pack the samples held back, by the schema of the cache or else of the majority."""
-        if self._first is not None and self._first.parts:
+        if self._first is not None and self._first.tables:
             first = self._first
             self._vote(first)
             self._publisher.schema, self._first = self._publisher.schema or majority(first.all_votes), None
-            for part in first.parts:
-                self._pack(part)
+            for table in first.tables:
+                self._pack(table)
 
     def _vote(self, first: FirstSamples) -> None:
         """Record the votes of this process, and read those of the others and the schema of the cache."""
@@ -229,7 +221,7 @@ class ShardWriter:
     def publish_all(self) -> None:
         """Publish all samples and progress, and wait until that is done."""
         first = self._first
-        if first is not None and first.parts and first.others is None:
+        if first is not None and first.tables and first.others is None:
             self._vote(first)
         while not self._decide_if_due() and not self._stop.wait(min(BEAT_S, self._decision_due_in_s())):
             self._slot["beat_s"] = time.monotonic()
@@ -286,13 +278,13 @@ class SampleEncoder:
                 self._slot["dropped"] += 1
                 return
             begun_s = time.monotonic()
-            record = to_record(sample)
+            record = to_record(sample, key)
         except SampleError as error:
             writer.skip("sample", error, key)
         except BaseException as error:  # noqa: BLE001  transforms raise anything; signals raise nothing here
             writer.skip("transform", error, key)
         else:
-            writer.take((key, record), record.nbytes)
+            writer.take(record)
             self._slot["pack_s"] += time.monotonic() - begun_s
 
     def _transformed(self, sample: Any, unit: Unit, offset: int) -> Any:
@@ -349,10 +341,14 @@ class SampleEncoder:
                 stop, part = start + 1, table.cut(start, start + 1)  # rows may be of very different sizes
             wanted = self._wanted_rows(unit_read.unit, chunk.offsets[start:stop], part)
             if len(wanted):
-                writer.take(wanted, wanted.nbytes)
+                writer.take(wanted)
             self._slot["pack_s"] += time.monotonic() - begun_s
-            for first, last in runs(chunk.offsets[start:stop]):
-                self._add_progress(unit_read, first, last)
+            first, last = chunk.offsets[start], chunk.offsets[stop - 1]
+            if last - first == stop - start - 1:
+                self._add_progress(unit_read, first, last + 1)
+            else:  # some rows between them are cached already
+                for offset in chunk.offsets[start:stop]:
+                    self._add_progress(unit_read, offset, offset + 1)
             start = stop
         return True
 

@@ -27,8 +27,7 @@ DTYPES = [
 def only(value: Any) -> tuple[str, str, tuple[int, ...] | None, bytes]:
     """Kind, dtype, shape and bytes of `value` stored as the only field of a dict."""
     record = to_record({"x": value})
-    (field,), (data,) = record.schema.fields, record.values
-    assert record.shapes == (field.shape or (),)
+    (field,), ((data,),) = record.schema.fields, record.columns
     assert isinstance(data, bytes) or (data.dtype == np.uint8 and data.ndim == 1)
     return field.kind, field.dtype, field.shape, bytes(data)
 
@@ -189,10 +188,10 @@ def test_a_table_is_packed_as_its_samples_are(rows: Rows, data: st.DataObject) -
     taken = table.take(indices)
     for part in (taken.cut(0, cut), taken.cut(cut, len(indices))):
         if len(part):
-            packer.add_table(part, None)
+            packer.add(part, None)
     samples = list(rows.samples)
     for index in indices:
-        expected.add(samples[index][0], to_record(samples[index][1]), None)
+        expected.add(to_record(samples[index][1], samples[index][0]), None)
     assert content(packer) == content(expected)
     assert (packer.num_samples, packer.size_bytes) == (expected.num_samples, expected.size_bytes)
     assert taken.nbytes + 8 * len(indices) == packer.size_bytes
@@ -200,9 +199,9 @@ def test_a_table_is_packed_as_its_samples_are(rows: Rows, data: st.DataObject) -
 
 def test_samples_and_tables_share_a_shard() -> None:
     packer = Packer()
-    packer.add("a", to_record({"x": np.float32(1)}), None)
-    packer.add_table(to_table(Rows(["b", "c"], {"x": np.array([2, 3], np.float32)})), None)
-    packer.add("d", to_record({"x": np.float32(4)}), None)
+    packer.add(to_record({"x": np.float32(1)}, "a"), None)
+    packer.add(to_table(Rows(["b", "c"], {"x": np.array([2, 3], np.float32)})), None)
+    packer.add(to_record({"x": np.float32(4)}, "d"), None)
     (_, keys), *_ = [pair for pair in content(packer)[1] if pair[0] == "__key__"]
     assert keys == b"abcd"
     assert packer.content({}).columns[1].data.view(np.float32).tolist() == [1, 2, 3, 4]
@@ -210,9 +209,9 @@ def test_samples_and_tables_share_a_shard() -> None:
 
 def test_a_table_of_other_fields_does_not_fit() -> None:
     packer = Packer()
-    packer.add("a", to_record({"x": np.float32(1)}), None)
+    packer.add(to_record({"x": np.float32(1)}, "a"), None)
     with pytest.raises(SchemaMismatchError, match="'y'"):
-        packer.add_table(to_table(Rows(["b"], {"y": np.array([2], np.float32)})), None)
+        packer.add(to_table(Rows(["b"], {"y": np.array([2], np.float32)})), None)
     assert packer.num_samples == 1
 
 

@@ -24,7 +24,7 @@ MUCH = 10**9
 def held(*samples: Any, others: Any = None) -> FirstSamples:
     first = FirstSamples(others=others)
     for number, sample in enumerate(samples):
-        first.add((str(number), to_record(sample)), 10.0)
+        first.add(to_record(sample, str(number)), 10.0)
     return first
 
 
@@ -57,7 +57,7 @@ def test_most_decide_and_of_as_many_those_that_came_first() -> None:
     assert str(majority(held("text", 1, 2, "text").votes)) == "{0: str}"
     assert names(held("text", 1, others=held(2, 3).votes)) == [("{0: str}", 1), ("{0: int64[]}", 3)]
     rows = FirstSamples()
-    rows.add(("a", to_record({"x": "text"})), 0.0)
+    rows.add(to_record({"x": "text"}, "a"), 0.0)
     rows.add(to_table(Rows(["b", "c"], {"x": np.zeros((2, 3), np.int32)})), 0.0)
     rows.add(to_table(Rows(["d"], {"x": np.zeros((1, 4), np.int32)})), 0.0)
     assert names(rows) == [("{x: str}", 1), ("{x: int32[?]}", 3)]

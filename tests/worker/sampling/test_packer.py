@@ -28,7 +28,7 @@ def write(packer: Packer, path: Path) -> MappedShard:
 
 
 def add(packer: Packer, key: str, sample: Any) -> None:
-    packer.add(key, to_record(sample), None)
+    packer.add(to_record(sample, key), None)
 
 
 def test_samples_of_one_shape_become_one_array(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_sample_of_another_kind_is_refused_and_leaves_the_shard_as_it_was(
 def test_a_sample_that_fits_the_shard_but_not_the_cache_is_refused() -> None:
     packer = Packer()
     with pytest.raises(SchemaMismatchError):
-        packer.add("a", to_record({"x": 1.0}), to_record({"x": "text"}).schema)
+        packer.add(to_record({"x": 1.0}, "a"), to_record({"x": "text"}).schema)
     assert packer.num_samples == 0
 
 
@@ -149,9 +149,9 @@ def test_a_sample_for_which_there_is_no_memory_leaves_the_shard_as_it_was(
     for i in range(count):
         add(packer, f"{i}", {"x": np.full(nbytes, i, np.uint8), "y": f"text {i}"})
     size_bytes = packer.size_bytes
-    record = to_record({"x": np.ones(nbytes + 1, np.uint8), "y": ""})
+    record = to_record({"x": np.ones(nbytes + 1, np.uint8), "y": ""}, "huge")
     with pytest.raises(MemoryError):
-        packer.add("huge", replace(record, values=(record.values[0], HUGE)), None)
+        packer.add(replace(record, columns=(record.columns[0], [HUGE])), None)
     assert (packer.num_samples, packer.size_bytes) == (count, size_bytes)
     add(packer, "last", {"x": np.full(nbytes, 9, np.uint8), "y": "the last text"})
     shard = write(packer, tmp_path / "shard")
@@ -165,11 +165,11 @@ def test_a_table_for_which_there_is_no_memory_leaves_the_shard_as_it_was(tmp_pat
     table = to_table(
         Rows(["a", "b"], {"x": np.arange(2), "y": ["one", "other"], "z": np.zeros((2, 3), np.uint8)})
     )
-    packer.add_table(table, None)
+    packer.add(table, None)
     texts, numbers = table.columns[1], table.columns[0]
     with pytest.raises(MemoryError):
-        packer.add_table(replace(table, columns=(numbers, texts, HUGE.reshape(2, -1))), None)
-    packer.add_table(table.cut(1, 2), None)
+        packer.add(replace(table, columns=(numbers, texts, HUGE.reshape(2, -1))), None)
+    packer.add(table.cut(1, 2), None)
     shard = write(packer, tmp_path / "shard")
     assert shard.keys() == ["a", "b", "b"]
     assert shard.array("x").tolist() == [0, 1, 1]

@@ -56,7 +56,7 @@ class Process:
 
     def add(self, position: int, sample: Any) -> None:
         self.open.row, self.open.since_s = self.assignment.row, 0.0
-        self.open.packer.add(f"{position}/0", to_record(sample), self.publisher.schema)
+        self.open.packer.add(to_record(sample, f"{position}/0"), self.publisher.schema)
         self.open.progress.add_samples(self.assignment.claim.id, position, 0, 1)
         self.open.progress.finish_unit(self.assignment.claim.id, position, [(1, END)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.worker.sampling import encode
-from cachestream.worker.sampling.encode import Item, SampleChunk, approximate_bytes, group_into_chunks, runs
+from cachestream.worker.sampling.encode import Item, SampleChunk, approximate_bytes, group_into_chunks
 
 
 def item(offset: int, nbytes: int = 1) -> Item:
@@ -60,13 +59,6 @@ def test_what_came_before_an_error_comes_before_the_error(error: BaseException) 
     with pytest.raises(type(error)):
         found.extend(chunk.offsets[-1] for chunk in group_into_chunks(failing()))
     assert found[-1] == 1
-
-
-@given(st.sets(st.integers(0, 60)))
-def test_runs_are_the_offsets_and_as_few_as_can_be(chosen: set[int]) -> None:
-    found = runs(sorted(chosen))
-    assert [offset for start, stop in found for offset in range(start, stop)] == sorted(chosen)
-    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(found))
 
 
 def test_whatever_a_sample_is_it_takes_some_memory() -> None:

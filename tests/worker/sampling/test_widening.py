@@ -78,7 +78,7 @@ def test_a_shard_holds_floats_as_soon_as_one_of_its_numbers_is_one(
     packer = Packer()
     schema = None if known is None else Schema((Field("x", "tensor", known, 0, ()),))
     for value in values:
-        packer.take(("key", to_record({"x": value})), schema)
+        packer.add(to_record({"x": value}, "key"), schema)
     dtype = np.int64 if all(type(value) is int for value in values) else np.float64
     assert [field.dtype for field in packer.schema.fields] == [dtype.__name__]
     (column,) = [column for column in packer.content({}).columns if column.name == "x"]
