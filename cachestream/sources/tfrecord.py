@@ -1,16 +1,25 @@
-"""TFRecord files of `tf.train.Example`s, read as a stream without TensorFlow."""
+"""TFRecord files of `tf.train.Example`s, read in one pass and in bounded memory, without TensorFlow.
+
+A record is stored as its length, the length's checksum, the data, and the data's checksum
+(tensorflow/core/lib/io/record_writer.h).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.patterns import TFRECORD_ENDINGS
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
+from cachestream.sources.decode.compression import DecompressedStream
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import CutFiles
@@ -22,16 +31,17 @@ from cachestream.sources.tf_example import (
     load_example,
     parse_example,
 )
-from cachestream.sources.tfrecord_format import (
-    HEAD_BYTES,
-    Records,
-    decompressed_records,
-    find_record,
-    load_checksum,
-    read_records,
-    seek_record,
-)
+from cachestream.transport import object_limit
+from cachestream.transport.stream import Stream
 
+MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
+TOGETHER_BYTES: Final = 512 << 10
+SCAN_BYTES: Final = 64 << 10  # looked through at a time for the first record of a part
+SMALL_BYTES: Final = 32 << 10  # records up to this average size are read many at once
+_HEAD: Final = struct.Struct("<QI")
+HEAD_BYTES: Final = _HEAD.size
+_TAIL_BYTES: Final = 4
+Checksum = Callable[[bytes], int]
 _COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
@@ -161,3 +171,215 @@ class TFRecordSource(CutFiles):
     def __repr__(self) -> str:
         parts = f" in {self._num_parts} parts each" if self._num_parts > 1 else ""
         return f"<TFRecordSource {self._files.shown}, {len(self._files):,} files{parts}>"
+
+
+# --- the format --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """Some records of a file: `data[starts[i]:stops[i]]` is record i, `data` begins at byte `offset`."""
+
+    offset: int
+    data: bytes
+    starts: list[int]
+    stops: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def places(self) -> list[int]:
+        """The byte of the file at which each record begins, with its length."""
+        return [self.offset + start - HEAD_BYTES for start in self.starts]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.data[start:stop] for start, stop in zip(self.starts, self.stops, strict=True))
+
+
+def decompressed_records(stream: Stream, kind: str | None, checksum: Checksum | None) -> Stream:
+    """Return `stream`, unpacked as `kind` says: "gzip", "zlib", None, or "auto" (by the first bytes)."""
+    if kind == "auto":
+        head = stream.read(HEAD_BYTES)
+        stream.push_back(head)
+        kind = _compression_of(bytes(head), checksum)
+    return stream if kind is None else DecompressedStream(stream, kind)
+
+
+def find_record(data: bytes, checksum: Checksum) -> int | None:
+    """Return the offset of the first record in `data`, or None.
+
+    A record is recognised by the checksum of its length, 32 bits, and by the length, whose upper 32 bits are
+    zero.
+    """
+    heads = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), HEAD_BYTES)
+    possible = np.flatnonzero(~heads[:, 4:8].any(axis=1))
+    # In long runs of zeros most heads are the same, so that each is checked once.
+    different, first = np.unique(heads[possible], axis=0, return_index=True)
+    found = [
+        int(possible[place])
+        for head, place in zip(different, first.tolist(), strict=True)
+        if _masked(checksum(head[:8].tobytes())) == int.from_bytes(head[8:].tobytes(), "little")
+    ]
+    return min(found, default=None)
+
+
+def seek_record(stream: Stream, end: int, checksum: Checksum) -> bool:
+    """Advance `stream` to the first record that begins at its position or after it, and before `end`.
+
+    Returns False if there is none.
+    """
+    window, origin = b"", stream.position
+    while origin < end:
+        more = bytes(stream.read(min(SCAN_BYTES, end - origin + HEAD_BYTES)))
+        window += more
+        found = find_record(window, checksum) if len(window) >= HEAD_BYTES else None
+        if found is not None:
+            stream.push_back(memoryview(bytearray(window[found:])))
+            return origin + found < end
+        if not more:
+            return False
+        keep = window[1 - HEAD_BYTES :]
+        window, origin = keep, origin + len(window) - len(keep)
+    return False
+
+
+def read_records(
+    stream: Stream, checksum: Checksum | None, problems: Problems, end: int | None = None
+) -> Iterator[Records]:
+    """Yield the undamaged records in order: small ones as they arrive together, others one by one.
+
+    The last one is the last that begins before byte `end`, if that is given.
+    """
+    while end is None or stream.position < end:
+        offset, piece = stream.position, stream.take()
+        ends = _record_ends(piece, len(piece) if end is None else end - offset)
+        together = len(ends) > 1 and ends[-1] <= SMALL_BYTES * len(ends)
+        if together:
+            whole = yield from _read_together(offset, piece, ends, checksum, problems)
+            piece = piece[ends[whole - 1] if whole else 0 :]
+        stream.push_back(piece)
+        # Also read the record that the piece ends in, or whose length is damaged.
+        for _ in range(1 if together else len(ends) + 1):
+            if end is not None and stream.position >= end:
+                return
+            record = _read_record(stream, checksum, problems)
+            if record is None:
+                return
+            if len(record):
+                yield record
+
+
+def _record_ends(piece: memoryview, stop: int) -> list[int]:
+    """Return the end of each record that begins before `stop` and is complete in `piece`."""
+    ends: list[int] = []
+    at, most = 0, min(len(piece), TOGETHER_BYTES)
+    while at < stop and at + HEAD_BYTES <= most:
+        length, _ = _HEAD.unpack_from(piece, at)
+        at += HEAD_BYTES + length + _TAIL_BYTES
+        if at > most:
+            break
+        ends.append(at)
+    return ends
+
+
+def _read_together(
+    offset: int, piece: memoryview, ends: list[int], checksum: Checksum | None, problems: Problems
+) -> Generator[Records, None, int]:
+    """Yield the undamaged records of `piece`, which end at `ends`.
+
+    Returns the number of records before the first damaged length.
+    """
+    data = bytes(piece[: ends[-1]])
+    heads = [0, *ends[:-1]]
+    starts, stops = [head + HEAD_BYTES for head in heads], [end - _TAIL_BYTES for end in ends]
+    whole, damaged = len(ends), []
+    if checksum is not None:
+        lengths = _crcs_match(
+            data, [checksum(data[head : head + 8]) for head in heads], [head + 8 for head in heads]
+        )
+        whole = whole if lengths.all() else int(lengths.argmin())
+        contents = [checksum(data[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+        damaged = np.flatnonzero(~_crcs_match(data, contents, stops)[:whole]).tolist()
+    first = 0
+    for bad in [*damaged, whole]:
+        if bad > first:
+            yield Records(offset, data, starts[first:bad], stops[first:bad])
+        if bad < whole:
+            problems.add(f"record at byte {offset + heads[bad]}: its checksum does not fit")
+        first = bad + 1
+    return whole
+
+
+def _crcs_match(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool_]:
+    """Return for each of `crcs` whether it matches the masked checksum stored at its place in `data`."""
+    every = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), 4)
+    stored = every[places].view("<u4").reshape(-1)
+    fits: npt.NDArray[np.bool_] = _masked(np.array(crcs, np.uint32)) == stored
+    return fits
+
+
+def _read_record(stream: Stream, checksum: Checksum | None, problems: Problems) -> Records | None:
+    """Read the next record; empty Records if it is damaged, None at the end of the readable data."""
+    offset = stream.position
+    name = f"record at byte {offset}"
+    head = bytes(stream.read(HEAD_BYTES))
+    if not head:
+        if isinstance(stream, DecompressedStream) and not stream.is_whole:
+            problems.add(f"{name}: the compressed file ends early")
+        return None
+    if len(head) < HEAD_BYTES:
+        problems.add(f"{name}: the file ends in the middle of its length")
+        return None
+    length, length_crc = _HEAD.unpack(head)
+    if checksum is not None and _masked(checksum(head[:8])) != length_crc:
+        problems.add(
+            f"{name}: the checksum of its length does not fit: this is no TFRecord, or damaged from here on"
+        )
+        return None
+    if length > MAX_RECORD_BYTES:
+        problems.add(f"{name}: a length of {length} bytes: this is no TFRecord, or damaged from here on")
+        return None
+    try:
+        object_limit.check(length)
+    except object_limit.TooLargeError as error:
+        problems.add(f"{name}: {error}")
+        whole = length + _TAIL_BYTES
+        return Records(offset, b"", [], []) if stream.skip(whole) == whole else None
+    record = bytes(stream.read(length))
+    tail = bytes(stream.read(_TAIL_BYTES))
+    if len(tail) < _TAIL_BYTES:
+        problems.add(f"{name}: the file ends in the middle of it")
+        return None
+    if checksum is not None and _masked(checksum(record)) != int.from_bytes(tail, "little"):
+        problems.add(f"{name}: its checksum does not fit")
+        return Records(offset, b"", [], [])
+    return Records(offset + HEAD_BYTES, record, [0], [length])
+
+
+def _masked(crc: Any) -> Any:
+    """Mask a CRC, or an array of uint32 CRCs, as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _compression_of(head: bytes, checksum: Checksum | None) -> str | None:
+    """Return the compression of a file that begins with `head`.
+
+    A record's length may look like any magic number, so its checksum is tried first.
+    """
+    if len(head) == HEAD_BYTES and checksum is not None:
+        _, crc = _HEAD.unpack(head)
+        if _masked(checksum(head[:8])) == crc:
+            return None
+    if head[:3] == b"\x1f\x8b\x08":
+        return "gzip"
+    # If the file is not packed and its first record is below 16 MB, bytes 3 to 7 are zeros.
+    is_zlib = head[:1] == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
+    return "zlib" if is_zlib else None
+
+
+def load_checksum() -> Checksum:
+    """Return the function that computes CRC-32C."""
+    module = require("google_crc32c", "tfrecord", "checking TFRecords (leave it out with check_crc=False)")
+    found: Checksum = module.value
+    return found

@@ -19,7 +19,7 @@ from cachestream.errors import ConfigError
 from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import json_field
 from cachestream.sources.peers.index import Reader, pickled_error, unknown_error
-from cachestream.sources.peers.mds_encodings import decode_images, decode_pil, decode_text
+from cachestream.sources.peers.mds import decode_images, decode_pil, decode_text
 
 _LAST_TAG: Final = 0x20  # the first byte of JSON text is above
 _JSON, _STRS, _I64S, _F64S, _BOOLS, _DICT, _RECORDS, _STR, _I64, _F64, _BOOL, _NONE = range(12)

@@ -1,13 +1,19 @@
-"""MDS data sets of MosaicML Streaming, read from their own shards without conversion and without pickle."""
+"""MDS data sets of MosaicML Streaming, read from their own shards without conversion and without pickle.
+
+(streaming 0.13, base/format/mds/encodings.py; all numbers are little-endian.)
+"""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from cachestream.config import require
@@ -15,31 +21,49 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import Url
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import decompressed
-from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.decode.images import ImageOptions, Pixels, Size, decode_image, decode_raw_image
+from cachestream.sources.decode.values import decode_integer, decode_json_value
 from cachestream.sources.fields import check_columns
 from cachestream.sources.peers.index import (
     FieldChoice,
     IndexedFolder,
     IndexedSource,
     ItemLayout,
+    Reader,
     Visit,
     as_count,
     as_mapping,
     cut_items,
+    pickled_error,
     read_table,
+    unknown_error,
 )
-from cachestream.sources.peers.mds_encodings import column_reader
 from cachestream.transport.stream import Stream
 
 MAX_COLUMNS: Final = 10_000
 _COMPRESSIONS: Final = ("zstd", "gz", "bz2")  # MDS also has br and snappy
-_XXHASHES: Final = {
-    "xxh32": xxhash.xxh32,
-    "xxh64": xxhash.xxh64,
-    "xxh128": xxhash.xxh128,
-    "xxh3_64": xxhash.xxh3_64,
-    "xxh3_128": xxhash.xxh3_128,
+_DIGESTS: Final = hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}
+_SCALARS: Final = (
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16",
+    "int32", "int64", "float16", "float32", "float64",
+)  # fmt: skip
+_VALUE_DTYPES: Final = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
 }
+_SHAPE_DTYPES: Final = ("<u1", "<u2", "<u4", "<u8")
+_PIL_HEAD: Final = struct.Struct("<III")
+MAX_IMAGES: Final = 4096
+MAX_IMAGES_BYTES: Final = 1 << 30  # of the decoded images of one value
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +226,7 @@ def _check_compression(packer: str) -> None:
 def _known_hash(shown: str, shard: _Shard) -> tuple[str, str]:
     """Return the algorithm and the value of the first hash of a shard whose algorithm is known here."""
     for name, value in shard.hashes.items():
-        if name in _XXHASHES or name in hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}:
+        if name in xxhash.algorithms_available or name in _DIGESTS:
             return name, value
     raise ConfigError(
         f"{shown}: the index has no hash of {shard.name} that is known here; leave out check_hashes"
@@ -211,7 +235,124 @@ def _known_hash(shown: str, shard: _Shard) -> tuple[str, str]:
 
 def _check_hash(name: str, expected: str, stream: Stream) -> None:
     data = stream.read_whole()
-    found = (_XXHASHES[name](data) if name in _XXHASHES else hashlib.new(name, data)).hexdigest()
-    if found != expected:
+    digest = hashlib.new(name, data) if name in _DIGESTS else getattr(xxhash, name)(data)
+    if digest.hexdigest() != expected:
         raise SampleError(f"{stream.where}: its {name} is not the one in the index: it is damaged")
     stream.push_back(data)
+
+
+# --- columns -----------------------------------------------------------------------------------
+
+
+def column_reader(images: ImageOptions, name: str, encoding: str) -> Reader:
+    """Return the decoder of a column. Raises ConfigError for an encoding that is not known, or not safe."""
+    kind, _, details = encoding.partition(":")
+    if kind == "ndarray":
+        return _array_reader(name, encoding, details)
+    if kind == "pkl":
+        raise pickled_error("column", name)
+    if encoding in _SCALARS:
+        return partial(_scalar, np.dtype(encoding).newbyteorder("<"))
+    image = partial(decode_image, options=images)
+    pil = partial(decode_pil, options=images)
+    readers: dict[str, Reader] = {
+        "bytes": bytes,
+        "str": decode_text,
+        "int": partial(_scalar, np.dtype("<i8")),
+        "str_int": decode_integer,
+        "str_float": _float,
+        "str_decimal": _float,
+        "json": decode_json_value,
+        "jpeg": image,
+        "png": image,
+        "pil": pil,
+        "jpeg_array": partial(decode_images, image),
+        "jpegarray": partial(decode_images, image),
+        **dict.fromkeys(("list[jpeg]", "list[png]"), partial(_listed, image)),
+        "list[pil]": partial(_listed, pil),
+    }
+    if encoding not in readers:
+        raise unknown_error("column", name, f"the encoding {encoding[:60]!r}")
+    return readers[encoding]
+
+
+# --- numbers and texts -------------------------------------------------------------------------
+
+
+def _scalar(dtype: np.dtype[Any], data: memoryview) -> Any:
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes, not {dtype.itemsize}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def decode_text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
+def _float(data: memoryview) -> float:
+    return float(decode_text(data))
+
+
+# --- arrays ------------------------------------------------------------------------------------
+
+
+def _array_reader(name: str, encoding: str, details: str) -> Reader:
+    dtype, _, lengths = details.partition(":")
+    try:
+        shape = tuple(map(int, lengths.split(","))) if lengths else None
+    except ValueError:
+        shape = (0,)
+    if (dtype and dtype not in _VALUE_DTYPES.values()) or (shape is not None and min(shape) < 1):
+        raise ConfigError(f"column '{name}' has the encoding {encoding[:60]!r}, which is not known")
+    return partial(_array, dtype, shape)
+
+
+def _array(fixed_dtype: str, fixed_shape: Sequence[int] | None, data: memoryview) -> npt.NDArray[Any]:
+    dtype, shape, place = fixed_dtype, fixed_shape, 0
+    if not dtype:
+        dtype, place = _VALUE_DTYPES[data[0]], 1
+    if shape is None:
+        ndim, kind = data[place] >> 2, np.dtype(_SHAPE_DTYPES[data[place] & 3])
+        shape = np.frombuffer(data, kind, ndim, place + 1).tolist()
+        place += 1 + ndim * kind.itemsize
+    values = np.frombuffer(data[place:], np.dtype(dtype).newbyteorder("<"))
+    values = values.reshape(shape)
+    return values if values.flags.aligned and values.dtype.isnative else values.astype(dtype)
+
+
+# --- images ------------------------------------------------------------------------------------
+
+
+def decode_pil(data: memoryview, options: ImageOptions) -> Pixels:
+    """Decode a raw PIL image: width, height, length of the mode's name (u32 each), the name, the pixels."""
+    width, height, length = _PIL_HEAD.unpack_from(data)
+    if length > 16:
+        raise ValueError(f"a mode of {length} characters")
+    pixels = _PIL_HEAD.size + length
+    mode = str(data[_PIL_HEAD.size : pixels], "ascii")
+    return decode_raw_image(mode, (width, height), data[pixels:], options)
+
+
+def decode_images(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
+    """Decode several images to uint8 `[N, 3, H, W]`: their number and the bytes of each (u32), the images."""
+    (count,) = struct.unpack_from("<I", data)
+    if not 0 < count <= MAX_IMAGES:
+        raise ValueError(f"{count} images, from 1 to {MAX_IMAGES} can be read")
+    sizes = struct.unpack_from(f"<{count}I", data, 4)
+    place = 4 + 4 * count
+    if place + sum(sizes) != len(data):
+        raise ValueError(f"images of {sum(sizes)} bytes in {len(data)}")
+    found: list[Pixels] = []
+    for size in sizes:
+        found.append(decode(data[place : place + size]))
+        place += size
+        if found[-1].shape != found[0].shape:
+            raise ValueError("images of several sizes, which make no array: give resize= and crop=")
+        if count * found[0].nbytes > MAX_IMAGES_BYTES:
+            raise ValueError(f"{count} images of {found[0].nbytes:,} bytes, unpacked")
+    return np.stack(found)
+
+
+def _listed(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
+    """Decode as `decode_images` does, after four unused bytes."""
+    return decode_images(decode, data[4:])
