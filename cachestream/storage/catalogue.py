@@ -17,7 +17,7 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheVersionError
 from cachestream.linux import open_private
@@ -74,8 +74,21 @@ _STATEMENTS: Final = (
         UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
 )
 
-# Openings of the file by this process, commits by other connections, and commits by this one.
-Revision = tuple[int, int, int]
+
+class Revision(NamedTuple):
+    """A state of the catalogue. Two equal revisions mean that nothing was committed in between.
+
+    `openings` counts those of this process; `others` is SQLite's count of commits by other connections, and
+    `own` that of commits by this one.
+    """
+
+    openings: int
+    others: int
+    own: int
+
+    def after_one(self) -> Revision:
+        """The state after one more transaction of this process, and none of another."""
+        return self._replace(own=self.own + 1)
 
 
 class Catalogue:
@@ -170,7 +183,7 @@ class Catalogue:
         with self._lock, self._translated_errors():
             # data_version counts the commits of other connections.
             others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
-            return self._openings, others, self._commits
+            return Revision(self._openings, others, self._commits)
 
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""

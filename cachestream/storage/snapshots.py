@@ -329,13 +329,16 @@ class StandingSnapshots:
         self.settle()
         if is_reusable:
             self._enforce_limit()  # the shards of the epoch before last may be evicted now
+            before = self._cache.catalogue.revision()
         snapshot, lease = self._cache.take_snapshot(
             epoch_size, turnover, min_samples, self._recent_leases, self._split
         )
         self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
-        if is_reusable and (mine := lease.again()) is not None:
-            revision = self._cache.catalogue.revision()
-            self._last = _Reusable(snapshot, mine, revision, self._clock() + _REUSE_S)
+        # What the snapshot leaves out will be evicted soon.
+        if is_reusable and snapshot.num_shards == self._cache.num_shards:
+            now = self._cache.catalogue.revision()
+            if now == before.after_one() and (mine := lease.again()) is not None:
+                self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
         return snapshot, lease
 
     def close(self) -> None:

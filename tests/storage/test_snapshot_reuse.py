@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -137,6 +138,24 @@ def test_a_change_by_whomever_makes_a_new_one(filled: Cache, change: Callable[[C
     assert after == shard_ids(filled) != before
     reader.end()
     assert {shard: reader.uses[shard] for shard in shard_ids(filled)} == uses(filled)
+
+
+def test_a_change_just_after_it_was_taken_makes_a_new_one(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, take = Reader(filled), filled.take_snapshot
+
+    def take_and_publish(*arguments: Any) -> tuple[Snapshot, Lease]:
+        taken = take(*arguments)
+        publish(filled, content(100))
+        return taken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filled, "take_snapshot", take_and_publish)
+        before = reader.take().shard_ids.tolist()
+    after = reader.take().shard_ids.tolist()
+    assert after == shard_ids(filled) != before
+    reader.end()
 
 
 def test_a_catalogue_that_was_lost_makes_a_new_one(filled: Cache) -> None:
