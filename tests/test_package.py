@@ -44,10 +44,12 @@ CONTRACT: Final = {
 }
 
 
-def run_python(code: str, python: str = sys.executable, cwd: Path | None = None) -> str:
+def run_python(
+    code: str, python: str = sys.executable, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> str:
     """The output of `code` in a fresh interpreter."""
     done = subprocess.run(
-        [python, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
+        [python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -290,13 +292,16 @@ def test_the_wheel_works_from_a_bare_environment(
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
     code = "import cachestream; print(cachestream.__version__, cachestream.__file__)"
-    version, where = run_python(code, python, tmp_path).split()
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    version, where = run_python(code, python, tmp_path, bare).split()
     assert version == cachestream.__version__
     assert Path(where).is_relative_to(home)
-    run_python("import cachestream as cs; cs.Cache; cs.FileSource; cs.start_worker", python, tmp_path)
+    run_python("import cachestream as cs; cs.Cache; cs.FileSource; cs.start_worker", python, tmp_path, bare)
     code = "import importlib.util; print(importlib.util.find_spec('cachestream.training.batches._gather') is not None)"
-    assert run_python(code, python, tmp_path) == str(can_compile())
+    assert run_python(code, python, tmp_path, bare) == str(can_compile())
     command = [str(home / "bin" / "cachestream"), "--help"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=bare, capture_output=True, text=True, timeout=180, check=False
+    )
     assert shown.returncode == 0, shown.stderr
     assert "worker" in shown.stdout
