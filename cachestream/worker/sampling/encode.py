@@ -22,13 +22,14 @@ SMALL_BYTES: Final = 4096  # copied at once: bytes cost less to make and to free
 MOST_SAMPLES: Final = 64  # of a chunk
 MOST_BYTES: Final = 256 * 1024
 LONGEST_S: Final = 0.001
+_NUMBERS: Final = (np.generic, int, float)
 _SCHEMAS: Final = 1024  # cached, for fields whose shape varies from sample to sample
 
 
 Column = npt.NDArray[np.uint8] | Sequence[BytesLike]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes twice as long to make, and most are single samples
 class Table:
     """Samples of one schema, column by column, as shards store them; often a single sample.
 
@@ -46,6 +47,8 @@ class Table:
     @property
     def nbytes(self) -> int:
         """The size of all values and keys."""
+        if len(self.keys) == 1:
+            return len(self.keys[0]) + sum([len(column[0]) for column in self.columns])
         nbytes = sum(map(len, self.keys))
         for column in self.columns:
             nbytes += column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
@@ -107,7 +110,8 @@ def to_record(sample: Any, key: str = "") -> Table:
     container, names, items = _items(sample)
     found = [_value(name, items[name]) for name in names]
     kinds, dtypes, shapes, values = zip(*found, strict=True)
-    return Table(_schema(container, names, kinds, dtypes, shapes), (encode_key(key),), tuple(zip(values)))
+    columns = tuple([(value,) for value in values])
+    return Table(_schema(container, names, kinds, dtypes, shapes), (encode_key(key),), columns)
 
 
 @functools.lru_cache(maxsize=_SCHEMAS)
@@ -158,7 +162,7 @@ def _value(name: str, value: Any) -> _Value:
         return "str", "uint8", (), value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return "bytes", "uint8", (), value
-    if isinstance(value, np.generic):  # np.str_ and np.bytes_ are str and bytes: handled above
+    if isinstance(value, _NUMBERS):  # np.str_ and np.bytes_ are str and bytes: handled above
         return _array(name, value)
     if isinstance(value, bytearray | memoryview):
         return "bytes", "uint8", (), bytes(value)

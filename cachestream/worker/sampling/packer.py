@@ -50,22 +50,23 @@ class _ColumnBuilder:
         """Append values of one shape; returns their bytes. After a MemoryError the builder is as before."""
         is_single = len(column) == 1 and not isinstance(column, np.ndarray)
         data = column[0] if is_single else joined(column)
-        stop = self._size + len(data)
+        nbytes = len(data)
+        stop = self._size + nbytes
         if stop > len(self._memory):
             self._grow(stop)
-        if len(data) <= _AT_ONCE_BYTES:
+        if nbytes <= _AT_ONCE_BYTES:
             self._memory[self._size : stop] = data if isinstance(data, bytes) else data.data
         else:
             np.copyto(self._data[self._size : stop], np.frombuffer(data, np.uint8))
         self._size = stop
         if is_single:
-            self._count((len(data), shape), 1)
+            self._count((nbytes, shape), 1)
         elif isinstance(column, np.ndarray):
             self._count((column.shape[1], shape), len(column))
         else:
             for value in column:
                 self._count((len(value), shape), 1)
-        return len(data)
+        return nbytes
 
     def _grow(self, nbytes: int) -> None:
         grown = np.empty(max(nbytes, 2 * len(self._data)), np.uint8)
