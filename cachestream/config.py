@@ -11,7 +11,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final, TypeGuard, TypeVar
@@ -187,10 +187,11 @@ def _generator_parameter(function: Callable[..., object]) -> str | None:
     return named[0] if len(needed) == 1 and named else None
 
 
-def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise ConfigError for `unknown` keywords of `function`, with the equivalent where there is one."""
-    for name in unknown:
-        raise ConfigError(f"{function}() has no argument '{name}'{_advice(name, sorted(known))}")
+def reject_unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise ConfigError for `given` keywords that are not `known`, with the equivalent where there is one."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{function}() has no argument '{name}'{_advice(name, sorted(known))}")
 
 
 def _advice(name: str, options: list[str]) -> str:

@@ -78,8 +78,7 @@ def stream(
     and fields whose shape varies. Raises ConfigError for what cannot work, and RankMismatchError when a rank
     of the job does not call it, too.
     """
-    unknown = {name: value for name, value in options.items() if name not in _ARGUMENTS}
-    reject_unknown("stream", unknown, _ARGUMENTS)
+    reject_unknown("stream", options, _ARGUMENTS)
     timeout_s = options.get("timeout_s", _TIMEOUT_S)
     check_seconds("timeout_s", timeout_s, SHORTEST_S)
     source_options = _selected(options, SOURCE_OPTIONS)

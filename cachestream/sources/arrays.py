@@ -23,10 +23,26 @@ from cachestream.errors import (
     SourceUnavailableError,
 )
 from cachestream.listing.file_list import Url
-from cachestream.listing.patterns import MAGIC, expand_braces, local_path, split_dataset
-from cachestream.sources.array_windows import AlignedArrays, Window, WindowOptions, open_aligned
+from cachestream.listing.patterns import (
+    HDF5_ENDINGS,
+    MAGIC,
+    expand_braces,
+    is_zarr,
+    local_path,
+    split_dataset,
+)
+from cachestream.sources.array_windows import (
+    AlignedArrays,
+    ArrayFile,
+    NpyArray,
+    Window,
+    WindowOptions,
+    open_aligned,
+)
 from cachestream.sources.base import check_unit, whole_units
+from cachestream.sources.hdf5 import Hdf5Array
 from cachestream.sources.sample_files import FileUnits
+from cachestream.sources.zarr import ZarrArray
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -34,6 +50,13 @@ Urls = Url | Sequence[Url]
 
 OPENED_AT_ONCE: Final = 16
 _OWN_FIELDS: Final = ("start", "index")
+_STORABLE: Final = frozenset(
+    np.dtype(name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
 
 
 class ArraySource:
@@ -89,7 +112,10 @@ class ArraySource:
         is_grid = _check_windows(windows, weights, num_units)
         if stride is None:
             stride = _as_stride(window) if is_grid else 1
-        _check_window_names(window, given)
+        if isinstance(window, Mapping) and set(window) != set(given):
+            raise ConfigError(
+                f"window= has {sorted(window)}, the arrays are {sorted(given)}: give one for each"
+            )
         self._cut = WindowOptions(window, stride, jitter)
         self._locations = _locate_all(given, storage_options, dataset)
         self._names = _short_names(next(iter(self._locations.values())))
@@ -211,11 +237,6 @@ def _check_windows(windows: str, weights: Any, num_units: int | None) -> bool:
     return windows == "grid"
 
 
-def _check_window_names(window: Any, given: Mapping[str, Any]) -> None:
-    if isinstance(window, Mapping) and set(window) != set(given):
-        raise ConfigError(f"window= has {sorted(window)}, the arrays are {sorted(given)}: give one for each")
-
-
 def _as_stride(window: Any) -> tuple[int, ...]:
     """Return the lengths of `window` along the cut axes: the stride of adjacent windows."""
     one = next(iter(window.values())) if isinstance(window, Mapping) else window
@@ -243,6 +264,25 @@ class ArrayLocation:
     def name(self) -> str:
         """A unique name: the path as shown, and the dataset in it."""
         return self.shown if self.dataset is None else f"{self.shown}::/{self.dataset.lstrip('/')}"
+
+    def open(self) -> ArrayFile:
+        """Open the array. Raises ConfigError for one that has no windows of numbers."""
+        array: ArrayFile
+        ending = self.path.partition("?")[0].lower()
+        if is_zarr(self.path):
+            array = ZarrArray(self.remote, self.path, self.shown)
+        elif ending.endswith(HDF5_ENDINGS):
+            array = Hdf5Array(self.remote, self.path, self.shown, self.dataset)
+        elif ending.endswith(".npy"):
+            array = NpyArray(self.remote, self.path, self.shown)
+        else:
+            raise ConfigError(f"{self.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
+        # The kind is checked first: numpy's newer dtypes, such as variable-length strings, have no byte order.
+        if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
+            raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
+        if not array.shape:
+            raise ConfigError(f"{array.shown}: is a single value, which has no windows")
+        return array
 
 
 def locate(remote: Remote, url: str, dataset: str | None) -> list[ArrayLocation]:
@@ -286,23 +326,22 @@ def _locate_all(
     given: Mapping[str, Sequence[str]], storage_options: Mapping[str, Any] | None, dataset: str | None
 ) -> dict[str, list[ArrayLocation]]:
     remotes: dict[str, Remote] = {}
-    for urls in given.values():
-        for url in urls:
-            outer, _ = split_dataset(url)
-            if outer.count("::"):
-                remotes[url] = Remote(outer, storage_options)  # chained URLs share no filesystem
-            elif (protocol := get_protocol(outer)) not in remotes:
-                remotes[protocol] = Remote(outer, storage_options)
 
     def find(url: str) -> list[ArrayLocation]:
         outer, _ = split_dataset(url)
-        return locate(remotes[url] if url in remotes else remotes[get_protocol(outer)], url, dataset)
+        kind = outer if "::" in outer else get_protocol(outer)  # chained URLs share no filesystem
+        if kind not in remotes:
+            remotes[kind] = Remote(outer, storage_options)
+        return locate(remotes[kind], url, dataset)
 
     found = {name: [file for url in urls for file in find(url)] for name, urls in given.items()}
     counts = {name: len(files) for name, files in found.items()}
     if len(set(counts.values())) > 1:
         raise ConfigError(f"arrays drawn together must be equally many, not {counts}")
     return found
+
+
+# --- the identity of the source ----------------------------------------------------------------
 
 
 def _short_names(files: Sequence[ArrayLocation]) -> list[str]:

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, SampleError, SourceError
+from cachestream.sources.array_windows import BATCH_BYTES, LOCAL_GAP_BYTES, read_window
 from cachestream.sources.decode.values import ArrayLayout
-from cachestream.sources.npy import LOCAL_GAP_BYTES, read_window
 from cachestream.sources.user_code import CallLock
 from cachestream.transport import metering
 from cachestream.transport.file_objects import BlockFile
@@ -38,7 +38,6 @@ _SHUFFLE: Final = 2
 MAX_OPEN: Final = 32  # files of this process
 MAX_NAMES: Final = 10_000  # datasets to list in a message
 MAX_INDEX: Final = 200_000  # cached positions of chunks
-BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
 
 _call_lock: Final = CallLock(thread_safe=False)  # HDF5 is not thread-safe, even between files
 _open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()

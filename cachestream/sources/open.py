@@ -221,9 +221,7 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
     others = {name: value for name, value in options.items() if name not in for_files}
     if others:
         known = {name for found in _SOURCES for name in _options_of(_source(found))}
-        reject_unknown(
-            "open_source", {name: value for name, value in others.items() if name not in known}, known
-        )
+        reject_unknown("open_source", others, known)
     by_name = {"storage_options", "extensions", "recursive", "first_names"}
     files = FileList(
         what,
@@ -306,15 +304,13 @@ def _as_manifest(what: Any, options: Any) -> Manifest:
         )
     known = list(inspect.signature(Manifest).parameters)[1:]
     given = {} if options is True else dict(options)
-    reject_unknown("Manifest", {name: value for name, value in given.items() if name not in known}, known)
+    reject_unknown("Manifest", given, known)
     return Manifest(what, **given)
 
 
 def _make(kind: Callable[..., Source], what: Any, options: Mapping[str, Any]) -> Source:
     known = _options_of(kind)
-    reject_unknown(
-        "open_source", {name: value for name, value in options.items() if name not in known}, known
-    )
+    reject_unknown("open_source", options, known)
     return kind(what, **options)
 
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
-from cachestream.sources import npy
-from cachestream.sources.array_windows import WindowGrid, window_of
+from cachestream.sources import array_windows
+from cachestream.sources.array_windows import WindowGrid, plan_bands, window_of
 from cachestream.sources.hdf5 import overlap, touched, unshuffle
-from cachestream.sources.npy import plan_bands
 
 
 @st.composite
@@ -52,7 +51,7 @@ def test_bands_hold_the_window_and_little_else(
 
 
 def test_a_band_of_far_apart_bytes_does_not_grow_past_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npy, "MAX_BAND_BYTES", 1000)
+    monkeypatch.setattr(array_windows, "MAX_BAND_BYTES", 1000)
     bands = plan_bands((100, 100), 4, (0, 0), (100, 50), 10_000)
     assert (len(bands.shape), bands.nbytes, len(bands.starts)) == (1, 200, 100)
     assert plan_bands((100, 100), 4, (0, 0), (100, 100), 0).nbytes == 40_000  # nothing else in it
