@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import KEY_FIELD, Field, Schema, storage_of
-from cachestream.storage.shard import ColumnData, ShardContent
+from cachestream.shard_format import ColumnData, ShardContent
 from cachestream.worker.sampling.encode import (
     SMALL_BYTES,
     BytesLike,
