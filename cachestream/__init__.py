@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cachestream.sources.arrays import ArraySource
     from cachestream.sources.arrow_files import ArrowSource
     from cachestream.sources.base import Source
+    from cachestream.sources.cache_source import CacheSource
     from cachestream.sources.datasets import CallableSource, DatasetSource, IterableSource
     from cachestream.sources.decode.images import ImageOptions
     from cachestream.sources.files import FileSource
@@ -59,6 +60,7 @@ __all__ = [
     "CacheError",
     "CacheFullError",
     "CacheLockedError",
+    "CacheSource",
     "CacheStreamError",
     "CacheVersionError",
     "CallableSource",
@@ -104,6 +106,7 @@ _HOMES: Final[dict[str, str]] = {
     "ArraySource": "sources.arrays",
     "ArrowSource": "sources.arrow_files",
     "Cache": "storage.cache",
+    "CacheSource": "sources.cache_source",
     "CallableSource": "sources.datasets",
     "DatasetSource": "sources.datasets",
     "EpochDataset": "training.dataset",

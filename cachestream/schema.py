@@ -98,6 +98,9 @@ STORAGE: Final[dict[str, tuple[str, np.dtype[Any]]]] = {
     "complex128": ("F64", np.dtype("<f8")),  # safetensors has no C128: a trailing axis of 2
 }
 
+# The values of bfloat16 outside of torch: `array["bfloat16"]` has their bits.
+BFLOAT16: Final = np.dtype([("bfloat16", "<u2")])
+
 
 def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
     """The safetensors dtype and the numpy dtype that a field of torch dtype `dtype` is stored as."""

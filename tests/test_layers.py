@@ -16,7 +16,9 @@ ROOT: Final = Path(__file__).parents[1]
 PACKAGE: Final = ROOT / "cachestream"
 
 # What each layer may import besides itself. Whatever is not named here stands on top and may import all.
-FOUNDATIONS: Final = frozenset({"config", "errors", "linux", "permutation", "repr_html", "schema", "tracing"})
+FOUNDATIONS: Final = frozenset(
+    {"config", "errors", "linux", "permutation", "repr_html", "schema", "shard_format", "tracing"}
+)
 BELOW: Final[dict[str, frozenset[str]]] = {
     **dict.fromkeys(FOUNDATIONS, FOUNDATIONS),
     "transport": FOUNDATIONS,

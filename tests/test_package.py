@@ -39,7 +39,7 @@ CONTRACT: Final = {
         "Padded",
         "mix",
     ),
-    *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource"),
+    *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource", "CacheSource"),
     *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics", "trace"),
 }
 

@@ -45,6 +45,7 @@ from cachestream.transport.remote_object import open_stream
 _SOURCES: Final = {
     "array": "ArraySource",
     "arrow": "ArrowSource",
+    "cache": "CacheSource",
     "files": "FileSource",
     "lines": "LinesSource",
     "litdata": "LitDataSource",
@@ -107,8 +108,8 @@ def open_source(what: Any, **options: Any) -> Source:
 
     - A path, a URL, a wildcard or a list of these: by its ending, else by the files listed there, else a
       `FileSource`. With `window=`, or for a dict of URLs by name, an `ArraySource`. `format=` chooses by
-      name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", and "mds" and "litdata", which
-      have no ending of their own.
+      name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", "cache", and "mds" and "litdata",
+      which have no ending of their own. The folder of another cache: a `CacheSource`.
     - A `Manifest`, or with `manifest=True` (or a dict of its options) the path or URL of one: the files that
       it lists, by the ending of the first.
     - A function `fn(rng) -> sample`: a `CallableSource`.
@@ -234,6 +235,8 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         files.complete()  # its index is the last of all names
         ends = files.key(0), files.key(len(files) - 1)
     _check_index(ends, shown)
+    if ends[0] == "cache.json" and any(name.startswith("shards/") for name in files.names):
+        return _make(_source("cache"), what, options)
     given = set(options)
     if (inside := _format_inside(files, ends)) is not None:
         formats = {inside}

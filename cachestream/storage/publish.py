@@ -13,9 +13,10 @@ from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
 from cachestream.schema import ShardRow, Span
+from cachestream.shard_format import ShardContent, encode_header
 from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes, sync_folder
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.shard import ShardContent, encode_header, shard_path
+from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import FailureRow
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
 from cachestream.linux import move, remove
 from cachestream.schema import Schema, ShardRow, Span
+from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.layout import (
     TEMPORARY_SUFFIX,
@@ -36,7 +37,7 @@ from cachestream.storage.settings import (
     opening_lock,
     save_copy,
 )
-from cachestream.storage.shard import SUFFIX, MappedShard, shard_path
+from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import forget_dead_loaders
 
 if TYPE_CHECKING:

@@ -329,7 +329,7 @@ class StandingSnapshots:
         self.settle()
         if is_reusable:
             self._enforce_limit()  # the shards of the epoch before last may be evicted now
-            before = self._cache.catalogue.revision()
+        before = self._cache.catalogue.revision()
         snapshot, lease = self._cache.take_snapshot(
             epoch_size, turnover, min_samples, self._recent_leases, self._split
         )

@@ -31,12 +31,13 @@ from cachestream.errors import (
     SourceUnavailableError,
 )
 from cachestream.schema import WHOLE, Span, is_held_out
+from cachestream.shard_format import ShardContent, content_hash
 from cachestream.sources.base import DivisibleSource, Source, as_incremental, has_units
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import lock_file
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.storage.shard import Content, Contents, ShardContent, content_hash
+from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
 from cachestream.training.manifests import load_manifest
 from cachestream.transport.remote_errors import backoff_delays

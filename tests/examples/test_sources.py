@@ -12,7 +12,7 @@ from tests.support.forked import fork_script
 
 pytestmark = pytest.mark.usefixtures("forked")
 ROOT: Final = Path(__file__).parents[2]
-EXAMPLES: Final = ("dataset_and_function", "manifest", "parquet_table", "tfrecords")
+EXAMPLES: Final = ("cache_source", "dataset_and_function", "manifest", "parquet_table", "tfrecords")
 
 
 def last_line(name: str, folder: Path) -> str:
@@ -44,6 +44,11 @@ def test_the_example_of_a_manifest_tells_shapes_apart(tmp_path: Path) -> None:
 
 def test_the_example_of_a_mix_tells_waves_apart(tmp_path: Path) -> None:
     assert percent(last_line("dataset_and_function", tmp_path)) > 45  # by chance: 33
+
+
+def test_the_example_of_a_cache_as_a_source_fills_the_second_host_from_the_first(tmp_path: Path) -> None:
+    assert last_line("cache_source", tmp_path).endswith("in 500 samples")
+    assert {path.name for path in tmp_path.iterdir()} == {"host-0", "host-1"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

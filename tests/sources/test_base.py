@@ -91,6 +91,7 @@ def test_a_listing_is_completed_where_all_units_are_needed_and_only_there() -> N
             lambda folder: cs.TFRecordSource(folder / "a.tfrecord"),
             {NamedSource, ColumnarSource, DivisibleSource},
         ),
+        (lambda folder: cs.CacheSource(folder / "cache"), {NamedSource, ColumnarSource}),
         (lambda folder: cs.LinesSource(folder / "a.jsonl"), {NamedSource}),
         (lambda folder: cs.ArraySource(folder / "a.npy", window=2), {ListedSource}),
         (lambda folder: cs.mix([(cs.ArraySource(folder / "a.npy", window=2), 1)]), {ListedSource}),
@@ -102,6 +103,8 @@ def test_every_source_has_the_abilities_of_its_kind(tmp_path: Path, make: Any, a
     for name in ("a.tar", "a.tfrecord"):
         (tmp_path / name).write_bytes(bytes(1024))
     (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "cache/shards").mkdir(parents=True)
+    (tmp_path / "cache/shards/1.safetensors").touch()
     np.save(tmp_path / "a.npy", np.arange(4))
     source: Source = make(tmp_path)
     kinds = (LabelledSource, NamedSource, IncrementalSource, DivisibleSource, ColumnarSource, ListedSource)

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from cachestream.schema import ShardRow, Snapshot, Span
+from cachestream.shard_format import ShardContent
 from cachestream.storage.cache import Cache
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.storage.shard import MappedShard, ShardContent, shard_path
+from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from cachestream.schema import Span
+from cachestream.shard_format import ShardContent
 from cachestream.storage import cache as cache_module
 from cachestream.storage import publish as publish_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Reservations
-from cachestream.storage.shard import ShardContent, shard_path
+from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import Reservation, Tables
 from tests.storage.steps import Crash, crash_everywhere, crash_twice, steps_of
 from tests.storage.support import Line, content, fork, keys_in, new_cache, publish, use_all

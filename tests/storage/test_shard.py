@@ -20,7 +20,8 @@ import xxhash
 
 from cachestream.errors import CacheError, CorruptShardError
 from cachestream.schema import storage_of
-from cachestream.storage.shard import MappedShard, ShardContent, encode_header, shard_path
+from cachestream.shard_format import ShardContent, encode_header
+from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
 from tests.storage.support import content, fork

@@ -15,7 +15,8 @@ from typing import Any, Final
 import pytest
 
 from cachestream.errors import CorruptShardError
-from cachestream.storage.shard import MappedShard, encode_header
+from cachestream.shard_format import encode_header
+from cachestream.storage.shard import MappedShard
 from tests.storage.support import content
 from tests.storage.test_shard import signed
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError
-from cachestream.schema import Container, Field, FieldKind, Schema, storage_of
+from cachestream.schema import BFLOAT16, Container, Field, FieldKind, Schema, storage_of
 from cachestream.sources.base import Rows
 
 BytesLike = bytes | npt.NDArray[np.uint8]
@@ -209,6 +209,8 @@ def _array(name: str, value: Any) -> _Value:
 @functools.lru_cache(maxsize=_SCHEMAS)
 def torch_name(dtype: np.dtype[Any]) -> str | None:
     """The torch dtype as which numbers of `dtype`, in any byte order, are stored; None if there is none."""
+    if dtype == BFLOAT16:
+        return "bfloat16"
     is_stored = dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
     return dtype.name if is_stored else None
 

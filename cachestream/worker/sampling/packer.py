@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import KEY_FIELD, Field, Schema, storage_of
-from cachestream.storage.shard import ColumnData, ShardContent
+from cachestream.shard_format import ColumnData, ShardContent
 from cachestream.worker.sampling.encode import Column, Table, item_bytes, joined, stored_shape
 
 Votes = list[tuple[Schema, int]]  # how many samples have which schema

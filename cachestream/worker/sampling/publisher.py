@@ -15,12 +15,12 @@ from cachestream import tracing
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
+from cachestream.shard_format import ShardContent
 from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
 from cachestream.storage.progress import PassRow
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import disk_footprint
 from cachestream.storage.settings import MIN_LIMIT_BYTES
-from cachestream.storage.shard import ShardContent
 from cachestream.storage.tables import FailureRow
 from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text

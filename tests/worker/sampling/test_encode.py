@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cachestream.errors import SampleError, SchemaMismatchError
+from cachestream.shard_format import encode_header
 from cachestream.sources.base import Rows
-from cachestream.storage.shard import encode_header
 from cachestream.worker.sampling.encode import to_record, to_table
 from cachestream.worker.sampling.packer import Packer
 

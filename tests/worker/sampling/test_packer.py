@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SchemaMismatchError
+from cachestream.shard_format import encode_header
 from cachestream.sources.base import Rows
-from cachestream.storage.shard import MappedShard, encode_header
+from cachestream.storage.shard import MappedShard
 from cachestream.worker.sampling.encode import to_record, to_table
 from cachestream.worker.sampling.packer import Packer
 

@@ -1,0 +1,256 @@
+"""CacheSource over caches that real workers have filled: the second cache holds what the first one does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+import cachestream as cs
+from cachestream.schema import STORAGE
+from cachestream.sources.base import Rows
+from cachestream.testing.checks import check_source
+from tests.sources.reading import read
+from tests.support.caches import add_shard, fill, numbered
+from tests.support.proxy import FaultyProxy
+from tests.support.s3 import S3Server
+from tests.support.same import same
+
+RNG: Final = np.random.default_rng(0)
+COUNT: Final = 40
+_opened: Final[list[cs.Cache]] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_caches() -> Iterator[None]:
+    """Close the caches that a test has opened."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def fixed(i: int) -> dict[str, Any]:
+    """A field of every dtype, in one dimension and as a number, an empty one, and str and bytes."""
+    sample: dict[str, Any] = {
+        "text": f"é{i}" * (i % 3),
+        "raw": bytes([i]) * (i % 5),
+        "none": torch.zeros(0, 3),
+    }
+    for name in STORAGE:
+        dtype = getattr(torch, name)
+        values = [i % 2, 1] if name == "bool" else [i, 100 - i]
+        sample[name] = torch.tensor(values).to(dtype)
+        sample[f"{name}-number"] = torch.tensor(values[0]).to(dtype)
+    return sample
+
+
+def ragged(i: int) -> dict[str, Any]:
+    """A field of every dtype whose shape varies, beside one of one shape, and str."""
+    fields = {name: torch.full((2, i % 4), i % 2, dtype=getattr(torch, name)) for name in STORAGE}
+    return {**fields, "text": f"text {i}", "label": i}
+
+
+SAMPLES: Final[dict[str, Callable[[int], Any]]] = {
+    "fixed": fixed,
+    "ragged": ragged,
+    "tuple": lambda i: (torch.full((3,), i, dtype=torch.bfloat16), f"text {i}", i, *range(8)),
+    "bare": lambda i: np.full(i % 3, i, np.int16),
+}
+
+
+class Made:
+    """A map-style dataset of samples of one kind: torch cannot pickle tensors of every dtype."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        return SAMPLES[self.kind](index)
+
+
+def filled(path: Path, source: Any, **options: Any) -> cs.Cache:
+    """A cache that a worker has filled with all of `source`."""
+    cache = cs.Cache(path, "100MB", min_free=0)
+    _opened.append(cache)
+    with cs.start_worker(cache, source, **{"num_workers": 1, **options}) as worker:
+        assert worker.wait(timeout_s=120)
+    return cache
+
+
+def contents(cache: cs.Cache) -> dict[str, Any]:
+    """The samples of a cache by their keys, each of which comes once."""
+    with cache.snapshot(turnover=0) as dataset:
+        keys = dataset.keys()
+        assert len({*keys}) == len(keys)
+        return dict(sorted(zip(keys, (dataset[i] for i in range(len(dataset))), strict=True)))
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> cs.Cache:
+    """A cache of four shards with five samples each."""
+    _opened.append(cache := fill(tmp_path / "original", 4, 5))
+    return cache
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_cache_of_a_cache_of_a_cache_holds_the_same_samples_and_keys(tmp_path: Path, kind: str) -> None:
+    first = filled(tmp_path / "0", Made(kind), shard_size="16KB")
+    second = filled(tmp_path / "1", cs.CacheSource(first.path))
+    third = filled(tmp_path / "2", cs.open_source(tmp_path / "1"))
+    expected = contents(first)
+    assert len(expected) == COUNT
+    assert second.schema == third.schema == first.schema
+    assert same(contents(second), expected)
+    assert same(contents(third), expected)
+    check_source(lambda: cs.CacheSource(first.path))
+
+
+def test_samples_of_one_shape_come_in_columns_and_others_one_by_one(tmp_path: Path) -> None:
+    for kind, in_rows in (("fixed", True), ("ragged", False), ("tuple", False)):
+        filled(tmp_path / kind, Made(kind))
+        source = cs.CacheSource(tmp_path / kind)
+        found = [item for unit in range(source.num_units) for item in source.read_rows(unit, RNG)]
+        assert {isinstance(item, Rows) for item in found} == {in_rows}
+
+
+def test_a_transform_gets_the_samples_as_arrays_that_it_may_change(tmp_path: Path) -> None:
+    samples = [{"x": np.full(3, i, np.float32), "b": torch.tensor(i / 2).bfloat16()} for i in range(COUNT)]
+    first = filled(tmp_path / "0", samples)
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        sample["x"] += 1
+        bits = torch.from_numpy(sample["b"]["bfloat16"][None]).view(torch.bfloat16)
+        return {"x": sample["x"], "b": 2 * bits[0]}
+
+    found = contents(filled(tmp_path / "1", cs.CacheSource(first.path), transform=transform))
+    assert [float(found[str(i)]["b"]) for i in range(COUNT)] == list(range(COUNT))
+    assert all((found[str(i)]["x"] == i + 1).all() for i in range(COUNT))
+    assert found["0"]["b"].dtype == torch.bfloat16
+
+
+def test_a_damaged_shard_is_named_skipped_and_counted(tmp_path: Path, original: cs.Cache) -> None:
+    source = cs.CacheSource(original.path)
+    paths = sorted(Path(original.path, "shards").iterdir())
+    for path, offset in ((paths[0], 20), (paths[1], -1)):  # in the header, in a column
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 1
+        path.write_bytes(data)
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    for unit, reason in enumerate((r"the header", r"checksum mismatch in column", r"instead of")):
+        with pytest.raises(
+            cs.SampleError, match=rf"{paths[unit]}: .*{reason}.*cachestream verify CACHE --repair"
+        ):
+            read(source, unit)
+    other = filled(tmp_path / "other", source)
+    assert [*contents(other)] == sorted(key for key, _ in numbered(15, 5))
+    failures = other.status().failures
+    assert sum(row.count for row in failures) == 3
+    assert {row.kind for row in failures} == {"sample"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"short", bytes(64), b"\xff" * 64, b"\x08" + bytes(7) + b'{"a": 1}']
+)
+def test_a_file_that_is_no_shard_is_named(original: cs.Cache, content: bytes) -> None:
+    path = min(Path(original.path, "shards").iterdir())
+    path.write_bytes(content)
+    with pytest.raises(cs.SampleError, match=rf"{path}: .*(truncated|passes the end|makes no sense)"):
+        read(cs.CacheSource(original.path), 0)
+
+
+def test_a_shard_that_was_evicted_meanwhile_is_skipped_as_one_that_is_gone(
+    tmp_path: Path, original: cs.Cache
+) -> None:
+    source = cs.CacheSource(original.path)
+    os.unlink(min(Path(original.path, "shards").iterdir()))
+    with pytest.raises(cs.SampleError, match=r"original/shards/0+1\.safetensors: not found"):
+        read(source, 0)
+    other = filled(tmp_path / "other", source)
+    assert [*contents(other)] == sorted(key for key, _ in numbered(5, 15))
+    assert sum(row.count for row in other.status().failures) == 1
+
+
+def test_the_units_are_the_shards_at_the_opening_and_a_later_pass_brings_those_that_came(
+    tmp_path: Path, original: cs.Cache
+) -> None:
+    source = cs.CacheSource(original.path)
+    add_shard(original, numbered(20, 5))
+    assert source.num_units == 4
+    other = filled(tmp_path / "other", source)
+    assert len(contents(other)) == 20
+    later = cs.CacheSource(original.path)
+    assert later.fingerprint == source.fingerprint
+    assert same(contents(filled(tmp_path / "other", later)), contents(original)), "each sample once"
+
+
+def test_nothing_is_locked_or_written_in_the_other_cache(tmp_path: Path, original: cs.Cache) -> None:
+    shutil.copytree(Path(original.path, "shards"), tmp_path / "copy/shards")  # no catalogue, no cache.json
+
+    def state() -> list[tuple[str, int]]:
+        return sorted((str(path), path.stat().st_mtime_ns) for path in (tmp_path / "copy").rglob("*"))
+
+    before = state()
+    assert same(contents(filled(tmp_path / "other", cs.CacheSource(tmp_path / "copy"))), contents(original))
+    assert state() == before
+
+
+# --- S3 ----------------------------------------------------------------------------------------
+
+
+def test_a_copy_in_a_bucket_is_a_source_as_well(
+    tmp_path: Path, original: cs.Cache, s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
+) -> None:
+    shutil.copytree(original.path, s3_bucket / "cache")
+    options = s3_server.options_through(s3_proxy.port)
+    url = f"s3://{s3_bucket.name}/cache"
+    source = cs.CacheSource(url, storage_options=options)
+    s3_proxy.requests = 0
+    read(source, 0)
+    assert s3_proxy.requests == 1
+    assert same(contents(filled(tmp_path / "other", source)), contents(original))
+    found = cs.open_source(f"{url}/", storage_options=options)
+    assert isinstance(found, cs.CacheSource)
+    check_source(source, secrets=[options["secret"]])
+
+
+# --- what is no cache --------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_no_cache_or_an_empty_one_is_refused(
+    tmp_path: Path, s3_server: S3Server, s3_bucket: Path
+) -> None:
+    cs.Cache(tmp_path / "empty", "10MB", min_free=0).close()
+    with pytest.raises(cs.SourceError, match=r"/empty: the cache is still empty; wait until its worker"):
+        cs.CacheSource(tmp_path / "empty")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.txt").write_text("no shard")
+    for path in ("photos", "gone"):
+        with pytest.raises(
+            cs.SourceError, match=rf"/{path}: no cache is found there .*cache\.json and shards/"
+        ):
+            cs.CacheSource(tmp_path / path)
+    (s3_bucket / "a.txt").write_text("no shard")
+    with pytest.raises(cs.SourceError, match=rf"s3://{s3_bucket.name}: no cache is found there"):
+        cs.CacheSource(f"s3://{s3_bucket.name}/", storage_options=s3_server.storage_options)
+
+
+@pytest.mark.parametrize("wrong", ["", None, 3, ["a", "b"]])
+def test_what_is_no_path_is_refused(wrong: Any) -> None:
+    with pytest.raises(cs.ConfigError, match=r"CacheSource takes the path or URL of one cache"):
+        cs.CacheSource(wrong)
+
+
+def test_a_folder_is_recognised_and_takes_the_options_of_a_cache_alone(original: cs.Cache) -> None:
+    assert isinstance(cs.open_source(original.path), cs.CacheSource)
+    assert isinstance(cs.open_source(original.path, format="cache", max_object_size="1MB"), cs.CacheSource)
+    with pytest.raises(cs.ConfigError, match="resize"):
+        cs.open_source(original.path, resize=8)
