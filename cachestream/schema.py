@@ -203,7 +203,7 @@ class Schema:
         )
 
     def widened(self, wanted: Schema) -> Schema:
-        """The schema with floats in place of integers where `wanted` has floats, unless readers convert these."""
+        """The schema with floats for integers where `wanted` has floats, unless readers convert these."""
         if self.names != wanted.names:
             return self
         pairs = zip(self.fields, wanted.fields, strict=True)

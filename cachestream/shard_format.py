@@ -111,7 +111,7 @@ def _header(content: ShardContent) -> tuple[bytes, str]:
 
 
 def header_bytes(length: bytes, file_bytes: int) -> int:
-    """The size of the header's JSON, by the file's first 8 bytes. Raises ValueError if the file has fewer bytes."""
+    """The size of the header's JSON, by the file's first 8 bytes. Raises ValueError for a shorter file."""
     if file_bytes < LENGTH_BYTES:
         raise ValueError("the file is truncated")
     (found,) = struct.unpack("<Q", length)

@@ -277,7 +277,7 @@ class ArrayLocation:
             array = NpyArray(self.remote, self.path, self.shown)
         else:
             raise ConfigError(f"{self.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
-        # The kind is checked first: numpy's newer dtypes, such as variable-length strings, have no byte order.
+        # The kind comes first: numpy's newer dtypes, such as variable-length strings, have no byte order.
         if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
             raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
         if not array.shape:

@@ -101,7 +101,8 @@ def _list_shards(root: str, storage_options: Mapping[str, Any] | None) -> FileLi
         raise
     except SourceError:
         raise SourceError(
-            f"{redact(root)}: no cache is found there ({reason}); give its folder, the one with cache.json and shards/"
+            f"{redact(root)}: no cache is found there ({reason}); "
+            "give its folder, the one with cache.json and shards/"
         ) from None
     raise SourceError(
         f"{redact(root)}: the cache is still empty; wait until its worker has published a shard"

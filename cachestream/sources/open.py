@@ -41,7 +41,7 @@ from cachestream.sources.mix import MixSource
 from cachestream.transport.remote_errors import redact
 from cachestream.transport.remote_object import open_stream
 
-# The formats of files, and the public names of their sources, which are loaded when they are needed (PEP 562).
+# The formats of files, and the public names of their sources, which are loaded when needed (PEP 562).
 _SOURCES: Final = {
     "array": "ArraySource",
     "arrow": "ArrowSource",

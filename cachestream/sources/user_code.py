@@ -1,4 +1,4 @@
-"""Code of users: limits and errors of calls, fingerprints, pickling for processes without the user's script."""
+"""Code of users: limits and errors of calls, fingerprints, pickling for processes without the script."""
 
 from __future__ import annotations
 

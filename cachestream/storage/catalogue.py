@@ -95,8 +95,8 @@ class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
     A file that another process has put in its place is opened instead of the old one. A missing one is waited
-    for, `patience_s` at most. A missing or damaged file raises CatalogueDamagedError: whoever opens the cache, or
-    supervises it, rebuilds the file.
+    for, `patience_s` at most. A missing or damaged file raises CatalogueDamagedError: whoever opens the
+    cache, or supervises it, rebuilds the file.
 
     A connection belongs to the process that opened it. No transaction is open while the process forks: SQLite
     keeps account of its POSIX locks in memory, so a child would believe that it holds its parent's locks. The

@@ -81,7 +81,7 @@ class LeasedShards:
         return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *self.ranges.values()]))
 
     def holders(self, ids: IntArray, excluded: Collection[str] = ()) -> IntArray:
-        """The number of leases that hold each of `ids`, int64 `[n]`, except leases at the paths `excluded`."""
+        """The number of leases that hold each of `ids`, int64 `[n]`, except those at the paths `excluded`."""
         counts = np.zeros(len(ids), np.int64)
         for ranges in (self.ranges[path] for path in self.ranges.keys() - set(excluded)):
             place = np.searchsorted(ranges[:, 0], ids, side="right") - 1

@@ -128,7 +128,7 @@ class Reservations:
 
     def measure(self) -> DiskUsage:
         """Measure the directory and its disk. Not within a transaction."""
-        # Read before the disk's free bytes, so that a shard that is published meanwhile counts twice, not never.
+        # Read before the disk's free bytes: a shard that is published meanwhile counts twice, not never.
         with self._catalogue.reading() as tables:
             promised_bytes = tables.reserved_bytes()[0]
         with translated_disk_errors(self._directory.root, "measuring it"):

@@ -192,7 +192,7 @@ class Pipeline:
                 segment.close()
 
     def _open_some(self) -> bool:
-        """Open a few more shards of the running segment before its batches need them; return whether to go on."""
+        """Open a few more shards of the running segment before its batches need them; True if more are left."""
         segment = self.schedule.gathering
         if segment is None or segment.maps.all_mapped:
             return False

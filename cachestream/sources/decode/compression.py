@@ -94,7 +94,7 @@ def _make_decompressor(kind: str) -> _Decompressor:
 
 
 class DecompressedStream(Stream):
-    """Decompresses `inner` by `kind` ("gzip", "zlib", "bzip2", "xz"). The caller that opened `inner` closes it."""
+    """Decompresses `inner` by `kind` ("gzip", "zlib", "bzip2", "xz"). The caller closes `inner`."""
 
     def __init__(self, inner: Stream, kind: str) -> None:
         super().__init__(inner.where)

@@ -103,7 +103,7 @@ class IndexedFolder:
 
     @contextmanager
     def index(self) -> Iterator[Mapping[str, Any]]:
-        """Read the index, an object of JSON. Errors of parsing it in the block become a ConfigError that names it."""
+        """Read the index, an object of JSON. An error in the block becomes a ConfigError that names it."""
         where = self.shown + INDEX_NAME
         with open_stream(self.remote, self._root + INDEX_NAME, where) as stream:
             data = stream.read(MAX_INDEX_BYTES + 1)

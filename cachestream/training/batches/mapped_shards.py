@@ -359,7 +359,7 @@ def find_locations(
 
 
 def locate_batches(order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps) -> Iterator[SampleLocations]:
-    """The locations of all batches of a rank, in blocks; the first is worked out now, the others on demand."""
+    """The locations of all batches of a rank, in blocks; the first is found now, the others on demand."""
     step = max(1, _BLOCK // plan.batch_size)
     blocks = pairwise([*range(0, plan.num_batches, step), plan.num_batches])
     found = (find_locations(order, plan, rank, maps, *block) for block in blocks)
