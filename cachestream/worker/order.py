@@ -183,7 +183,7 @@ class PassPlan:
                 raise ValueError(f"the order is {kind!r} of {counts}")
         except (ValueError, TypeError) as error:
             raise CatalogueDamagedError(
-                f"the pass {text[:100]!r} makes no sense ({error}); run 'cachestream verify CACHE --repair'"
+                f"the pass {text[:100]!r} makes no sense ({error}); start a worker: it rebuilds the catalogue"
             ) from error
         return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, tuple(segments), growing)
 
