@@ -35,6 +35,7 @@ from cachestream.cli.arguments import (
     WorkersOption,
     begin_trace,
     load,
+    pairs_of,
     source_of,
 )
 from cachestream.cli.main import PROBLEM
@@ -115,6 +116,13 @@ def worker(
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
     partition: PartitionOption = None,
     holdout: HoldoutOption = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: actors of a Ray cluster read.")] = "local",
+    ray_option: Annotated[
+        list[str] | None, typer.Option(help="Of the actors, KEY=VALUE, such as num_cpus=2.")
+    ] = None,
+    share: Annotated[str | None, typer.Option(help="The group of caches that share one filling.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="How many caches of the group keep a shard.")] = None,
+    exchange: Annotated[float, typer.Option(help="The share of shards traded each epoch, below 1.")] = 0.0,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
@@ -142,6 +150,11 @@ def worker(
         "seed": seed,
         "bandwidth_limit": bandwidth_limit,
         "when_full": when_full,
+        "engine": engine,
+        "ray_options": pairs_of(ray_option or (), "--ray-option"),
+        "share": share,
+        "replicas": replicas,
+        "exchange": exchange,
     }
     WorkerOptions(**options).check()  # before a cache is made
     with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:

@@ -44,9 +44,9 @@ def source_of(
     `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own,
     sizes in pixels as text. Raises ConfigError for text that cannot be parsed.
     """
-    options = _pairs(source_options or (), "--source-option")
+    options = pairs_of(source_options or (), "--source-option")
     if storage_options:
-        options["storage_options"] = _pairs(storage_options, "--storage-option")
+        options["storage_options"] = pairs_of(storage_options, "--storage-option")
     for name, value in named.items():
         if value is not None:
             options[name] = _pixels(name, value) if name in ("resize", "crop") else value
@@ -62,7 +62,7 @@ def begin_trace(context: typer.Context, path: Path | None) -> None:
         context.with_resource(Trace(path))
 
 
-def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
+def pairs_of(pairs: Sequence[str], what: str) -> dict[str, Any]:
     """KEY=VALUE pairs as a dict; values are read as JSON where they are, dots in a key nest."""
     found: dict[str, Any] = {}
     for pair in pairs:

@@ -39,6 +39,9 @@ LATER_PAUSE_S: Final = 2.0  # until the disk or the catalogue may be free
 # SIGKILL may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
 
+_SAMPLER: Final = "cachestream.worker.sampling.sampler"
+_REMOTE_SAMPLER: Final = "cachestream.worker.cluster.remote_sampling"
+
 logger = logging.getLogger("cachestream.worker")
 
 
@@ -195,7 +198,8 @@ class SamplingProcess:
     def __init__(self, job: Job, server: ForkServer, job_fd: int, index: int, board: Board) -> None:
         self.index = index
         name = f"process {index}"
-        self.process = ChildProcess("cachestream.worker.sampling.sampler", name, server, job.sys_path, job_fd)
+        module = _REMOTE_SAMPLER if job.cluster and job.cluster.num_actors else _SAMPLER
+        self.process = ChildProcess(module, name, server, job.sys_path, job_fd)
         self._board, self._slot = board, board.slot(index)
         self._committed_before = 0
         self._hung: list[int] | None = None

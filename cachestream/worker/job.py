@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.sources.user_code import by_value, fingerprint_of
+from cachestream.worker.cluster.connection import ClusterOptions
 from cachestream.worker.order import Partition
 
 _OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle
@@ -48,7 +49,8 @@ class Job:
     DivisibleSource. `listing`: the digest of the names of the source, or of its first `num_units` names if
     the source is `growing`. `label_names`: the names of the labels, if the source has any. `protocols`: the
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
-    that is one of this package. `trace`: the folder of the caller's trace, if there is one.
+    that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: the
+    part of a Ray cluster in the filling; None if it has none.
     """
 
     root: str
@@ -75,6 +77,7 @@ class Job:
     source_module: str = ""
     round_ends: tuple[int, ...] = ()
     trace: str = ""
+    cluster: ClusterOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,21 @@ import pickle
 import select
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream import tracing
-from cachestream.config import SHORTEST_S, check_count, check_seconds, format_size, parse_size
+from cachestream.config import (
+    SHORTEST_S,
+    check_count,
+    check_mapping,
+    check_seconds,
+    check_share,
+    format_size,
+    parse_size,
+)
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.sources.base import (
     DivisibleSource,
@@ -35,6 +43,7 @@ from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.transport.remote import Remote
+from cachestream.worker.cluster.connection import ENGINES, MOST_ACTORS, ClusterOptions, current_address
 from cachestream.worker.job import Job, Payload, pack
 from cachestream.worker.order import Partition, PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
 CONCURRENCY: Final = 16
 HANG_TIMEOUT_S: Final = 30.0
 DEFAULT_SHARD: Final = "64MB"
+DEFAULT_ACTORS: Final = 8
 _WHEN_FULL: Final = ("evict", "wait", "stop")
 START_TIMEOUT_S: Final = 60.0
 
@@ -64,11 +74,18 @@ class WorkerOptions:
     partition: Any = None
     transform: Any = None
     seed: int = 0
+    engine: str = "local"
+    ray_options: Mapping[str, Any] | None = None
+    share: str | None = None
+    replicas: int | None = None
+    exchange: float = 0.0
 
     def check(self) -> None:
         """Raise ConfigError for values that are wrong with any cache and source."""
         if self.num_workers is not None:
-            check_count("num_workers", self.num_workers, 1, PROCESSES_AT_MOST)
+            most = MOST_ACTORS if self.engine == "ray" else PROCESSES_AT_MOST
+            check_count("num_workers", self.num_workers, 1, most)
+        self._check_cluster()
         check_count("concurrency", self.concurrency, 1, FLIGHTS)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
@@ -82,6 +99,38 @@ class WorkerOptions:
         parse_partition(self.partition)
         kind_of(self.order)
 
+    def _check_cluster(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"engine={self.engine!r}: choose one of {', '.join(ENGINES)}")
+        check_mapping("ray_options", self.ray_options, "{'num_cpus': 2}")
+        if self.ray_options and self.engine != "ray":
+            raise ConfigError("ray_options= are for the actors of engine='ray'")
+        if self.share is None:
+            if self.replicas is not None or self.exchange:
+                raise ConfigError("replicas= and exchange= are of a group of caches: name it with share=")
+            return
+        if not self.share:
+            raise ConfigError("share='': give the group of caches a name")
+        if self.replicas is not None:
+            check_count("replicas", self.replicas, 1)
+        check_share("exchange", self.exchange)
+        if not isinstance(self.order, str) or self.order not in NAMED:
+            raise ConfigError(
+                "share= needs order='shuffle' or 'sequential': all caches of a group have one order"
+            )
+
+    def _cluster(self) -> ClusterOptions | None:
+        if self.engine == "local" and self.share is None:
+            return None
+        return ClusterOptions(
+            current_address(),
+            num_actors=int(self.num_workers or DEFAULT_ACTORS) if self.engine == "ray" else 0,
+            actor_options=dict(self.ray_options or {}),
+            group=self.share or "",
+            replicas=self.replicas,
+            exchange=float(self.exchange),
+        )
+
     def job(self, cache: Cache, source: Source) -> Job:
         """The job of the worker that fills `cache` from `source`, by options that `check` has passed.
 
@@ -89,7 +138,11 @@ class WorkerOptions:
         """
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
-        growing = as_incremental(source) if isinstance(self.order, str) and self.order in NAMED else None
+        cluster = self._cluster()
+        growing = None
+        # The processes of a cluster have no listing that grows: the source is listed to its end first.
+        if cluster is None and isinstance(self.order, str) and self.order in NAMED:
+            growing = as_incremental(source)
         source_name = type(source).__name__
         num_units = (
             whole_units(units_of(source), source_name) if growing is None else len(growing.first_names)
@@ -100,6 +153,8 @@ class WorkerOptions:
                 f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
             )
         _check_share(partition, num_units)
+        if self.share is not None and num_units is None:
+            raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
         kind, weights, sampler = check_order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()
@@ -116,7 +171,7 @@ class WorkerOptions:
             seed=int(self.seed),
             num_units=num_units,
             listing=listing_digest_of(source) if growing is None else growing.first_names.digest,
-            num_workers=int(self.num_workers or min(4, os.cpu_count() or 1)),
+            num_workers=1 if cluster and cluster.num_actors else self._local_processes,
             concurrency=int(self.concurrency),
             shard_bytes=self._shard_bytes(cache),
             bandwidth_bytes_per_s=self._bandwidth(),
@@ -135,7 +190,12 @@ class WorkerOptions:
             else "",
             trace=tracing.folder(),
             round_ends=source.round_ends if kind == "shuffle" and isinstance(source, DivisibleSource) else (),
+            cluster=cluster,
         )
+
+    @property
+    def _local_processes(self) -> int:
+        return int(self.num_workers or min(4, os.cpu_count() or 1))
 
     def _divided(self, cache: Cache, source: Source) -> Source:
         """The source, divided into parts so small that the cache holds samples of many units.

@@ -199,6 +199,11 @@ def start_worker(
     partition: tuple[int, int] | str | None = None,
     linger_s: float = 0.0,
     holdout: float | None = None,
+    engine: str = "local",
+    ray_options: Mapping[str, Any] | None = None,
+    share: str | None = None,
+    replicas: int | None = None,
+    exchange: float = 0.0,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -208,7 +213,7 @@ def start_worker(
     Args:
         cache: a Cache, or the path of one.
         source: a Source, or anything that `open_source` takes.
-        num_workers: sampling processes (default: the number of cores, at most 4).
+        num_workers: sampling processes (default: the number of cores, at most 4), or Ray actors (default: 8).
         transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or
             `fn(sample, rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit):
             the same draws on every attempt.
@@ -230,6 +235,13 @@ def start_worker(
             job that is started again finds it at work. After an orderly exit it does not go on.
         holdout: the share of the samples that is held out of training, by their keys
             (`EpochLoader(split=, holdout=)`). These are kept, up to half of the limit, while others are replaced.
+        engine: "local", or "ray": actors anywhere in a Ray cluster read, decode and transform the units, and this
+            cache's own process writes the shards. The samples are the same. See the guide, "Ray clusters".
+        ray_options: options of these actors, such as `{"num_cpus": 2}`, as `ray.remote` takes them.
+        share: the name of a group of caches in a Ray cluster that fill from one source with one transform, order
+            and seed: each unit is read once for all, and its shard is copied from cache to cache.
+        replicas: the number of caches of the group that keep a shard (default: all).
+        exchange: the share of the cache's shards that shards of others replace each epoch, from 0 to below 1.
         unknown: refused; the error suggests the right name.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
@@ -248,6 +260,11 @@ def start_worker(
         partition=partition,
         transform=transform,
         seed=seed,
+        engine=engine,
+        ray_options=ray_options,
+        share=share,
+        replicas=replicas,
+        exchange=exchange,
     )
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)

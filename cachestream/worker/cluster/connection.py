@@ -1,0 +1,73 @@
+"""The options of a filling with Ray, and the connection to a Ray cluster.
+
+Ray is imported by the functions that need it: without these options a process never loads it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cachestream.errors import ConfigError, SourceUnavailableError
+
+NAMESPACE: Final = "cachestream"
+ENGINES: Final = ("local", "ray")
+MOST_ACTORS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """The part of a Ray cluster in the filling of a cache; `start_worker` documents the options.
+
+    `address`: the cluster's, as `ray.init` takes it. `num_actors`: actors that read units, with the options
+    `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.
+    `replicas`: the number of caches of the group that keep a shard; None for all. `exchange`: the share of a
+    cache's shards that is replaced by shards of others each epoch.
+    """
+
+    address: str
+    num_actors: int = 0
+    actor_options: Mapping[str, Any] = field(default_factory=dict)
+    group: str = ""
+    replicas: int | None = None
+    exchange: float = 0.0
+
+
+def import_ray() -> Any:
+    """The module `ray`; raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"engine='ray' and share= need Ray ({error}): pip install 'cachestream[ray]'"
+        ) from error
+
+
+def current_address() -> str:
+    """The address of the cluster that this process uses, or "auto": the one of this machine, or RAY_ADDRESS."""
+    ray = import_ray()
+    return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else "auto"
+
+
+def connect(address: str) -> Any:
+    """Connect this process to the cluster at `address`, and return the module `ray`.
+
+    Raises SourceUnavailableError if no cluster answers.
+    """
+    ray = import_ray()
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            ignore_reinit_error=True,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SourceUnavailableError(
+            f"no Ray cluster answers at {address!r} ({error}); start one with 'ray start --head', or call "
+            "ray.init() before start_worker"
+        ) from error
+    return ray
