@@ -28,6 +28,11 @@ Plan = TypeVar("Plan")
 RESTS: Final = "full: rests until an epoch uses it"
 WAITS: Final = "waiting for the next epoch"
 
+# Owners of claims of a cache that shares its filling with others. On the claims of SHARED the group decides,
+# as long as a supervisor holds that owner's file; the claims of OFFERED are free to be taken.
+SHARED: Final = "shared"
+OFFERED: Final = "offered"
+
 
 @dataclass(frozen=True, slots=True)
 class LabelNames:
@@ -140,10 +145,28 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class OpenPass:
-    """The current pass, and the owners of its claims that have died."""
+    """The current pass, and the owners of its claims that have died.
+
+    `is_shared` while a group of caches decides on some of its positions.
+    """
 
     row: PassRow
     dead_owners: frozenset[str]
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPass:
+    """The current pass of a cache that shares its filling.
+
+    `undecided`: positions on which the group decides. `making`: positions that sampling processes have, or
+    may take; `offered`: the number of claims that they may take.
+    """
+
+    row: PassRow
+    undecided: tuple[tuple[int, int], ...]
+    making: tuple[tuple[int, int], ...]
+    offered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +285,8 @@ class Filling:
         if not passes:
             return None
         # Outside the transaction: the name of a dead owner is never used again.
-        return OpenPass(
-            passes[-1], frozenset(owner for owner in owners if not is_held(self._directory.owner_file(owner)))
-        )
+        dead = frozenset(owner for owner in owners if not is_held(self._directory.owner_file(owner)))
+        return OpenPass(passes[-1], dead, SHARED in owners - dead)
 
     def claim(
         self,
@@ -295,6 +317,70 @@ class Filling:
                 return row
             suspects = [s for s in tables.suspects(row.id) if claim.position <= s.position < claim.stop]
             return Assignment(claim, row, tuple(suspects))
+
+    # --- sharing
+
+    def share(self) -> None:
+        """Have the group decide on all positions of the current pass that no process works on."""
+        with self._catalogue.transaction() as tables:
+            for row in tables.passes()[-1:]:
+                tables.execute(
+                    "UPDATE claims SET owner = ? WHERE pass_id = ? AND owner = ?", (SHARED, row.id, OFFERED)
+                )
+                if row.length is not None:
+                    _new_claim(tables, row, SHARED, row.length)
+
+    def shared_pass(self) -> SharedPass | None:
+        """The current pass and the positions that are not done; None before the first pass."""
+        with self._catalogue.reading() as tables:
+            passes = tables.passes()
+            claims = tables.claims(passes[-1].id) if passes else []
+        if not passes:
+            return None
+        undecided = tuple((claim.position, claim.stop) for claim, owner in claims if owner == SHARED)
+        making = tuple((claim.position, claim.stop) for claim, owner in claims if owner != SHARED)
+        return SharedPass(passes[-1], undecided, making, sum(owner == OFFERED for _, owner in claims))
+
+    def shard_ids(self) -> set[int]:
+        """The ids of all shards."""
+        with self._catalogue.reading() as tables:
+            return tables.shard_ids()
+
+    def decide(
+        self, pass_id: int, *, make: Iterable[tuple[int, int]], done: Iterable[tuple[int, int]]
+    ) -> None:
+        """Offer the positions in `make` to the sampling processes, and leave out those in `done`.
+
+        Only positions on which the group decides are touched.
+        """
+        with self._catalogue.transaction() as tables:
+            for ranges, owner in ((make, OFFERED), (done, None)):
+                for start, stop in ranges:
+                    _decide(tables, pass_id, start, stop, owner)
+
+    def follow_group(self, row: PassRow, plan: str) -> bool:
+        """Give a pass of which nothing is done the `plan` of the group; False if something is done."""
+        with self._catalogue.transaction() as tables:
+            claims = [(claim.position, claim.stop) for claim, _ in tables.claims(row.id)]
+            is_new = tables.passes()[-1:] == [row] and claims == [(0, row.length)] and not tables.totals()[0]
+            if is_new:
+                tables.extend_pass(row.id, plan, row.length)
+            return is_new
+
+
+def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | None) -> None:
+    """Give the shared claims on the positions `start` to `stop` to `owner`; with None, delete them."""
+    for claim, holder in tables.claims(pass_id):
+        first, last = max(start, claim.position), min(stop, claim.stop)
+        if holder != SHARED or first >= last:
+            continue
+        tables.execute("DELETE FROM claims WHERE id = ?", (claim.id,))
+        parts = (claim.position, first, SHARED), (first, last, owner), (last, claim.stop, SHARED)
+        for part_start, part_stop, part_owner in parts:
+            if part_start < part_stop and part_owner is not None:
+                part = tables.insert_claim(pass_id, part_start, part_stop, part_owner)
+                if part_start == claim.position and claim.offset:
+                    tables.move_claim(part.id, part_start, claim.offset)
 
 
 def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:

@@ -71,8 +71,11 @@ class Publisher:
         *,
         may_evict: bool = True,
         spare_unused: bool = True,
+        reserved: Sequence[int] = (),
     ) -> list[int] | None:
         """Write each of `contents` as a new shard with the same spans, and commit `progress` with them.
+
+        `reserved`: ids of reservations that were made for the first of them.
 
         Returns the shards' ids, or None when there is no space now (nothing has changed then). Raises
         CacheFullError when the disk refuses the bytes, CacheError when it fails, and SchemaMismatchError when
@@ -81,9 +84,9 @@ class Publisher:
         headers = [encode_header(content) for content in contents]
         sizes = [len(header) + content.data_bytes for header, content in zip(headers, contents, strict=True)]
         footprints = [self._reservations.footprint(size_bytes) for size_bytes in sizes]
-        shard_ids: list[int] = []
+        shard_ids = list(reserved)
         try:
-            for footprint in footprints:
+            for footprint in footprints[len(shard_ids) :]:
                 shard_id = self._reservations.reserve(
                     footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
                 )

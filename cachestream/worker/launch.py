@@ -41,10 +41,11 @@ from cachestream.sources.user_code import fingerprint_of
 from cachestream.storage.layout import overhead_bytes
 from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import HEADROOM_BYTES
+from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.transport.remote import Remote
 from cachestream.worker.cluster.connection import ENGINES, MOST_ACTORS, ClusterOptions, current_address
-from cachestream.worker.job import Job, Payload, pack
+from cachestream.worker.job import Job, Payload, pack, transform_fingerprint
 from cachestream.worker.order import Partition, PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
 from cachestream.worker.user_order import NAMED, check_order, kind_of
@@ -129,6 +130,7 @@ class WorkerOptions:
             group=self.share or "",
             replicas=self.replicas,
             exchange=float(self.exchange),
+            transform=transform_fingerprint(self.transform),
         )
 
     def job(self, cache: Cache, source: Source) -> Job:
@@ -155,6 +157,10 @@ class WorkerOptions:
         _check_share(partition, num_units)
         if self.share is not None and num_units is None:
             raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
+        if self.share is not None and held_out_share(cache)[0] is not None:
+            raise ConfigError(
+                "share= and holdout= do not go together yet: hold out by the loader, EpochLoader(split=)"
+            )
         kind, weights, sampler = check_order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()

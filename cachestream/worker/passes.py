@@ -203,8 +203,8 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
         owner.release()
 
 
-class ListingBehindError(Exception):
-    """All units listed so far are claimed, and the listing continues."""
+class NothingFreeError(Exception):
+    """All positions are claimed for now: the listing continues, or a group of caches has yet to decide."""
 
 
 def block_size(length: int | None, num_workers: int) -> int:
@@ -220,7 +220,7 @@ def next_claim(
     """Claim the next positions for `owner`, those of dead processes first; None at the end of the pass.
 
     When all positions of a growing pass are claimed, it is extended by the units that are in `listing` by
-    now; raises ListingBehindError if there are none.
+    now; raises NothingFreeError if there are none, or if a group has yet to decide on the rest.
     """
     seen = filling.open_pass()
     if seen is None:
@@ -228,8 +228,8 @@ def next_claim(
     growth = None if listing is None else _growth(seen.row, listing)
     found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers))
     if isinstance(found, PassRow):
-        if PassPlan.from_json(found.plan).growing:
-            raise ListingBehindError
+        if PassPlan.from_json(found.plan).growing or seen.is_shared:
+            raise NothingFreeError
         return None
     return found
 

@@ -25,14 +25,16 @@ from typing import Final
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import move, name_process, open_private
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import RESTS, WAITS
+from cachestream.storage.filling import RESTS, SHARED, WAITS
 from cachestream.storage.layout import remove_if_there
 from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
+from cachestream.storage.reservations import Owner
 from cachestream.storage.status import describe_skipped, shortage_of_disk
 from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.child_process import ForkServer
+from cachestream.worker.child_process import ChildProcess, ForkServer
+from cachestream.worker.cluster.sharing import SharingProcess
 from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErrors, was_suspended
 from cachestream.worker.job import Job, share, unpack
 from cachestream.worker.lister import Lister
@@ -74,6 +76,10 @@ class Supervisor:
         job_fd = share(job)
         self._samplers = SamplingProcesses(job, server, job_fd, self._board)
         self._lister = Lister(job, server, job_fd, Listings(cache.directory))
+        self._sharing: SharingProcess | None = None
+        if job.cluster is not None and job.cluster.group:
+            self._shared = Owner(cache.directory, SHARED)  # held until this process ends
+            self._sharing = SharingProcess(job, server, job_fd)
         self.order = UserOrder(job)
         self._stop = threading.Event()
         self._look_for_changes = self._has_promoted = self._resting = False
@@ -99,6 +105,9 @@ class Supervisor:
         self._board.reset(os.getpid(), self._job.num_workers, now_s)
         if self._job.growing:
             self._lister.begin()
+        if self._sharing is not None:
+            self._cache.filling.share()  # before a process can take what others make
+            self._sharing.begin(now_s)
         self._samplers.begin(now_s)
         self._samplers.start_due(now_s)
 
@@ -202,6 +211,8 @@ class Supervisor:
             self._cache.filling.record_suspects(self._samplers.unrecorded)
             self._samplers.unrecorded.clear()
         self._lister.tick(now_s, self._resumed_s)
+        if self._sharing is not None:
+            self._sharing.tick(now_s)
         if self._samplers.have_ended:
             self._next_pass(now_s)
         self._samplers.start_due(now_s)
@@ -209,10 +220,15 @@ class Supervisor:
             self._record.write_filling(self._samplers.running, now_s)
         return True
 
+    @property
+    def _processes(self) -> list[ChildProcess]:
+        sharing = [] if self._sharing is None else [self._sharing.process]
+        return [*self._samplers.processes, self._lister.process, *sharing]
+
     def _reap_orphans(self) -> None:
         """End the processes that dead ones leave behind, and reap orphans; no other code does."""
         self._server.ended.end_members()
-        reap_orphans([one.pid for one in (*self._samplers.processes, self._lister.process)])
+        reap_orphans([one.pid for one in self._processes])
 
     def _next_pass(self, now_s: float) -> None:
         """Begin another pass, or rest. All processes have ended, as nothing was left to claim."""
@@ -231,6 +247,8 @@ class Supervisor:
                 self._resting = True
             return
         self._resting = False
+        if self._sharing is not None:
+            self._cache.filling.share()
         if self._job.growing and not has_changed:
             self._lister.look_for_changes()
         self._samplers.begin(now_s)
@@ -256,11 +274,11 @@ class Supervisor:
 
     def _end(self) -> None:
         self._lister.stop()
-        processes = self._samplers.processes
+        processes = self._processes
         for process in processes:
             process.ask_to_stop()
         deadline_s = time.monotonic() + _STOP_S
-        while self._samplers.running and time.monotonic() < deadline_s:
+        while any(process.running for process in processes) and time.monotonic() < deadline_s:
             for process in processes:
                 process.reap()
             time.sleep(0.01)

@@ -123,10 +123,14 @@ _COVERAGE_AGE_S: Final = 10.0
 
 
 class KnownOrders:
-    """The orders of the current pass and of passes whose shards are still cached."""
+    """The orders of the current pass and of passes whose shards are still cached.
 
-    def __init__(self, payload: Payload, cache: Cache) -> None:
+    If the filling `is_shared`, shards of the current pass come from other caches at any time.
+    """
+
+    def __init__(self, payload: Payload, cache: Cache, *, is_shared: bool = False) -> None:
         self._payload = payload
+        self._is_shared = is_shared
         self._cache = cache
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._earlier_names: dict[str, EarlierNames] = {}
@@ -151,7 +155,8 @@ class KnownOrders:
         now_s = time.monotonic()
         if plan.is_permutation and now_s >= self._load_at_s:
             self._coverage = self._load(row, plan)
-            self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
+            if not self._is_shared:
+                self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
         found = [coverage.of(units) for coverage in self._coverage]
         if len(found) < 2:
             return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
@@ -159,7 +164,8 @@ class KnownOrders:
 
     def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
         held = self._cache.filling.cached_spans(PassPlan.from_json)
-        if current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}:
+        is_first = current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}
+        if is_first and not self._is_shared:
             return []  # the first pass: nothing of it is cached but what its own progress says
         if (listing := stored_names(self._payload.source)) is not None:
             listing.look()  # another process may have extended a pass by names that came since the claim

@@ -31,7 +31,7 @@ from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, 
 from cachestream.worker.job import Job, Payload, load_shared, unpack
 from cachestream.worker.listings import Listings, keep_names
 from cachestream.worker.order import PassPlan
-from cachestream.worker.passes import ListingBehindError, next_claim
+from cachestream.worker.passes import NothingFreeError, next_claim
 from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 from cachestream.worker.sampling.cached_units import KnownOrders
 from cachestream.worker.sampling.encode import SampleChunk
@@ -59,7 +59,8 @@ class Sampler:
         self, job: Job, payload: Payload, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event
     ) -> None:
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self._orders = KnownOrders(payload, cache)
+        self._is_shared = job.cluster is not None and bool(job.cluster.group)
+        self._orders = KnownOrders(payload, cache, is_shared=self._is_shared)
         self._owner = Owner(cache.directory, owner)
         self._writer = ShardWriter(job, cache, slot, owner=owner, stop=stop)
         self._encoder = SampleEncoder(self._writer, payload.transform, slot, stop)
@@ -160,7 +161,9 @@ class Sampler:
             assignment = next_claim(
                 self._cache.filling, self._owner.name, self._job.num_workers, self._listing
             )
-        except (ListingBehindError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
+        except (NothingFreeError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
+            if self._is_shared and not len(self._fetcher):
+                self._writer.flush()  # the group waits for these samples
             self._claim_at_s = time.monotonic() + BEAT_S
             return
         # Another supervisor may have begun another pass, if this process has outlived its own supervisor.

@@ -1,0 +1,429 @@
+"""The directory of a group of caches that share one filling: who makes which positions, and who holds which shards.
+
+All caches of the group have the same pass: the same unit lies at the same position for each of them. The
+positions are cut into blocks. A cache makes the blocks that it is given, and copies the shards of the others.
+Nothing here does I/O or reads a clock: times come with the calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import xxhash
+
+from cachestream.schema import Span
+from cachestream.worker.order import PassPlan
+
+Range = tuple[int, int]  # positions [start, stop)
+
+MOST_BLOCKS: Final = 4096
+SILENT_S: Final = 20.0  # a cache that is silent for so long is gone: its blocks go to others
+_OVERDUE_S: Final = (
+    10.0  # a block that takes longer, and 4 times as long as most, is given to another cache too
+)
+_RUNS: Final = 8  # a run of blocks is this part of a cache's share of what is left
+_MOST_RUNS: Final = 256  # of a pass
+_COPIES: Final = 16  # told at once
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A shard of one cache: `content` is the hash of its content, the same wherever it is copied to."""
+
+    content: str
+    shard_id: int
+    nbytes: int
+    plan: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of one cache, sent again and again.
+
+    `plan` and `length` are those of its pass. `undecided`: positions that wait for the directory. `making`:
+    positions that its sampling processes have, or may take. `added` and `removed`: shards since its last
+    report, all of them if it `joins`. `wants`: the number of runs that it could begin to make. `exchange`: the
+    number of shards of other partitions that it wants.
+    """
+
+    plan: str
+    length: int
+    undecided: tuple[Range, ...] = ()
+    making: tuple[Range, ...] = ()
+    added: tuple[HeldShard, ...] = ()
+    removed: tuple[str, ...] = ()
+    wants: int = 0
+    exchange: int = 0
+    joins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A shard to be copied: `holders` are caches, each with the id that the shard has there."""
+
+    content: str
+    nbytes: int
+    holders: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The decisions on a report.
+
+    `make`: positions that the cache is to make. `done`: positions with which it is done without making them.
+    `copies`: shards that it is to copy. `is_known` is False for a cache that has to join (again). `ordinal`: the
+    highest ordinal of the passes of the group.
+    """
+
+    make: tuple[Range, ...] = ()
+    done: tuple[Range, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    is_known: bool = True
+    ordinal: int = 0
+
+
+@dataclass(slots=True)
+class _Shard:
+    nbytes: int
+    plan: str
+    spans: tuple[Span, ...]
+    holders: dict[str, int] = field(default_factory=dict)
+
+
+class _Member:
+    """A cache of the group, as of its last report."""
+
+    def __init__(self) -> None:
+        self.seen_s = 0.0
+        self.plan = ""
+        self.shards: set[str] = set()
+        self.spans: dict[str, list[Span]] = {}  # of each plan, in order
+
+    def add(self, content: str, shard: _Shard) -> None:
+        self.shards.add(content)
+        self.spans[shard.plan] = sorted([*self.spans.get(shard.plan, ()), *shard.spans], key=_start)
+
+    def remove(self, content: str, shard: _Shard) -> None:
+        self.shards.discard(content)
+        gone = set(shard.spans)
+        self.spans[shard.plan] = [span for span in self.spans.get(shard.plan, ()) if span not in gone]
+
+
+class _Blocks:
+    """The blocks of one pass: their makers, since when, and those that were made whole."""
+
+    def __init__(self, length: int) -> None:
+        self.size = max(1, -(-length // MOST_BLOCKS))
+        self.length = length
+        self.count = -(-length // self.size)
+        self.makers: list[str] = [""] * self.count
+        self.since_s = [0.0] * self.count
+        self.is_made = [False] * self.count
+        self.shards: list[set[str]] = [set() for _ in range(self.count)]
+        self.times_s: list[float] = []  # of the last blocks
+
+    def range_of(self, block: int) -> Range:
+        return block * self.size, min(self.length, (block + 1) * self.size)
+
+    def within(self, ranges: Iterable[Range]) -> set[int]:
+        """The blocks that have a position in `ranges`."""
+        found: set[int] = set()
+        for start, stop in ranges:
+            if start < stop:
+                found.update(range(start // self.size, (stop - 1) // self.size + 1))
+        return found
+
+    def of_spans(self, spans: Iterable[Span]) -> set[int]:
+        """The blocks in which `spans` lie."""
+        ranges = ((span.start[0], span.stop[0] + (span.stop[1] > 0)) for span in spans)
+        return {block for block in self.within(ranges) if block < self.count}
+
+    def enter(self, content: str, spans: Iterable[Span]) -> None:
+        for block in self.of_spans(spans):
+            self.shards[block].add(content)
+
+    def give(self, block: int, maker: str, now_s: float) -> None:
+        self.makers[block], self.since_s[block], self.is_made[block] = maker, now_s, False
+
+    def made(self, block: int, now_s: float) -> None:
+        self.is_made[block] = True
+        if self.since_s[block]:
+            self.times_s = [*self.times_s[-63:], now_s - self.since_s[block]]
+
+    def overdue(self, now_s: float) -> list[int]:
+        """The blocks that take far longer than most, the oldest first."""
+        usual_s = statistics.median(self.times_s) if self.times_s else 0.0
+        late_s = now_s - max(_OVERDUE_S, 4 * usual_s)
+        late = [
+            block
+            for block in range(self.count)
+            if self.makers[block] and not self.is_made[block] and self.since_s[block] < late_s
+        ]
+        return sorted(late, key=lambda block: self.since_s[block])
+
+
+class Directory:
+    """The directory of one group.
+
+    `replicas`: the number of caches that keep a shard; None for all.
+
+    A shard is copied to a cache that is undecided on all of its positions and holds none of them, so no cache
+    gets a sample twice, whatever was made twice: by a cache that was believed gone, say.
+    """
+
+    def __init__(self, replicas: int | None = None) -> None:
+        self.replicas = replicas
+        self._members: dict[str, _Member] = {}
+        self._shards: dict[str, _Shard] = {}
+        self._passes: dict[str, _Blocks] = {}
+
+    @property
+    def members(self) -> list[str]:
+        return sorted(self._members)
+
+    def sync(self, name: str, report: Report, now_s: float) -> Answer:
+        """Take the report of the cache `name`, and decide on what it is to do."""
+        self.forget_silent(now_s)
+        if report.joins:
+            self.leave(name)
+            self._members[name] = _Member()
+        elif name not in self._members:
+            return Answer(is_known=False)
+        member = self._members[name]
+        member.seen_s = now_s
+        member.plan = report.plan
+        self._note_shards(name, member, report)
+        blocks = self._enter_pass(report.plan, report.length)
+        undecided = blocks.within(report.undecided)
+        self._note_progress(name, member, report, blocks, undecided, now_s)
+        return self._decide(name, member, report, blocks, undecided, now_s)
+
+    def _enter_pass(self, plan: str, length: int) -> _Blocks:
+        """The blocks of a pass; passes that no cache is in any more are forgotten."""
+        current = {member.plan for member in self._members.values()}
+        self._passes = {known: blocks for known, blocks in self._passes.items() if known in current}
+        if plan not in self._passes:
+            self._passes[plan] = blocks = _Blocks(length)
+            for content, shard in self._shards.items():
+                if shard.plan == plan:
+                    blocks.enter(content, shard.spans)
+        return self._passes[plan]
+
+    def forget_silent(self, now_s: float) -> None:
+        """Forget the caches that have not reported for long."""
+        for silent in [one for one, member in self._members.items() if now_s - member.seen_s > SILENT_S]:
+            self.leave(silent)
+
+    def leave(self, name: str) -> None:
+        """Forget the cache `name`: what it was making is free, and what it holds cannot be copied from it."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return
+        for content in member.shards:
+            self._drop(content, name)
+        for blocks in self._passes.values():
+            for block, maker in enumerate(blocks.makers):
+                if maker == name and not blocks.is_made[block]:
+                    blocks.give(block, "", 0.0)
+
+    def _note_shards(self, name: str, member: _Member, report: Report) -> None:
+        for content in report.removed:
+            if content in member.shards:
+                member.remove(content, self._shards[content])
+                self._drop(content, name)
+        for held in report.added:
+            shard = self._shards.get(held.content)
+            if shard is None:
+                shard = self._shards[held.content] = _Shard(held.nbytes, held.plan, held.spans)
+            shard.holders[name] = held.shard_id
+            member.add(held.content, shard)
+            if (blocks := self._passes.get(held.plan)) is not None:
+                blocks.enter(held.content, held.spans)
+
+    def _drop(self, content: str, name: str) -> None:
+        shard = self._shards[content]
+        shard.holders.pop(name, None)
+        if not shard.holders:
+            del self._shards[content]
+            if (blocks := self._passes.get(shard.plan)) is not None:
+                for block in blocks.of_spans(shard.spans):
+                    blocks.shards[block].discard(content)
+
+    def _note_progress(
+        self, name: str, member: _Member, report: Report, blocks: _Blocks, undecided: set[int], now_s: float
+    ) -> None:
+        """Note what the cache makes, and what it has made."""
+        making = blocks.within(report.making)
+        held = member.spans.get(report.plan, [])
+        for block in range(blocks.count):
+            if blocks.makers[block] == name:
+                if block in making or blocks.is_made[block]:
+                    continue
+                if block in undecided:  # the answer that gave it was lost
+                    blocks.give(block, "", 0.0)
+                else:
+                    blocks.made(block, now_s)
+            elif not blocks.makers[block] and report.joins:
+                if block in making:
+                    blocks.give(block, name, now_s)
+                elif block not in undecided and covers(held, *blocks.range_of(block)):
+                    blocks.give(block, name, 0.0)
+                    blocks.made(block, now_s)
+
+    def _decide(
+        self, name: str, member: _Member, report: Report, blocks: _Blocks, undecided: set[int], now_s: float
+    ) -> Answer:
+        held = member.spans.get(report.plan, [])
+        done: list[int] = []
+        free: list[int] = []
+        lost: list[int] = []
+        copies: dict[str, Copy] = {}
+        for block in sorted(undecided):
+            is_made = blocks.is_made[block]
+            if covers(held, *blocks.range_of(block)) or (is_made and not self._keeps(name, report, block)):
+                done.append(block)
+            elif not blocks.makers[block]:
+                free.append(block)
+            else:
+                found = self._copies_for(name, block, held, undecided, blocks)
+                if found and len(copies) < _COPIES:
+                    copies.update(found)
+                if is_made and not found:
+                    lost.append(block)
+        given = self._give(name, blocks, free, lost, undecided, report.wants, now_s)
+        if report.exchange:
+            copies.update(self._foreign(name, member, report))
+        ranges = tuple(map(blocks.range_of, done))
+        return Answer(
+            _joined(map(blocks.range_of, given)),
+            _joined(ranges),
+            tuple(copies.values()),
+            ordinal=max(PassPlan.from_json(one.plan).ordinal for one in self._members.values()),
+        )
+
+    def _copies_for(
+        self, name: str, block: int, held: list[Span], undecided: set[int], blocks: _Blocks
+    ) -> dict[str, Copy]:
+        """The shards with samples of `block` that the cache is to copy, none of which overlaps another."""
+        found: dict[str, Copy] = {}
+        spans = held
+        for content in sorted(blocks.shards[block]):
+            shard = self._shards[content]
+            is_open = blocks.of_spans(shard.spans) <= undecided
+            if name not in shard.holders and is_open and not overlap(spans, shard.spans):
+                found[content] = _copy(content, shard)
+                spans = sorted([*spans, *shard.spans], key=_start)
+        return found
+
+    def _give(
+        self,
+        name: str,
+        blocks: _Blocks,
+        free: list[int],
+        lost: list[int],
+        undecided: set[int],
+        wants: int,
+        now_s: float,
+    ) -> list[int]:
+        """Give the cache blocks to make: free ones, those whose samples are lost, or those that take too long.
+
+        Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
+        """
+        given: list[int] = []
+        for _ in range(wants):
+            chosen = free or lost
+            if not chosen:
+                late = [block for block in blocks.overdue(now_s) if blocks.makers[block] != name]
+                chosen = [block for block in late if block in undecided][:1]
+            size = max(1, blocks.count // _MOST_RUNS, len(chosen) // (_RUNS * len(self._members)))
+            run, chosen[:size] = chosen[:size], []
+            for block in run:
+                blocks.give(block, name, now_s)
+            given += run
+        return given
+
+    def _keeps(self, name: str, report: Report, block: int) -> bool:
+        """True if the cache is to have the samples of `block`.
+
+        Rendezvous hashing (Thaler and Ravishankar, 1998): few choices change with the members.
+        """
+        if self.replicas is None:
+            return True
+        maker = self._passes[report.plan].makers[block]
+        others = [one for one in self._members if one != maker]
+        others.sort(key=lambda one: xxhash.xxh3_64_intdigest(f"{block} {one}".encode()))
+        return name == maker or name in others[: self.replicas - 1]
+
+    def _foreign(self, name: str, member: _Member, report: Report) -> dict[str, Copy]:
+        """Shards of other partitions, a choice of its own for each cache.
+
+        Of one partition only those of one pass: two passes have the same samples in different shards.
+        """
+        ours = PassPlan.from_json(report.plan).partition
+        allowed: dict[str, str] = {}
+        for plan in [*member.spans, *self._passes]:
+            if (member.spans.get(plan) or plan not in member.spans) and (
+                partition := PassPlan.from_json(plan).partition
+            ):
+                allowed.setdefault(str(partition), plan)
+        allowed.pop(str(ours), None)
+        plans = set(allowed.values())
+        found = [
+            (xxhash.xxh3_64_intdigest(f"{content} {name}".encode()), content)
+            for content, shard in self._shards.items()
+            if shard.plan in plans and name not in shard.holders
+        ]
+        return {
+            content: _copy(content, self._shards[content]) for _, content in sorted(found)[: report.exchange]
+        }
+
+
+def _copy(content: str, shard: _Shard) -> Copy:
+    return Copy(content, shard.nbytes, tuple(sorted(shard.holders.items())))
+
+
+def _start(span: Span) -> tuple[int, int]:
+    return span.start
+
+
+def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """`ranges` in ascending order, with neighbours joined."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def covers(spans: Sequence[Span], start: int, stop: int) -> bool:
+    """True if `spans`, in ascending order, hold all samples of the positions `start` to `stop`."""
+    reached = (start, 0)
+    for span in _from(spans, reached):
+        if span.start > reached or reached >= (stop, 0):
+            break
+        reached = max(reached, span.stop)
+    return reached >= (stop, 0)
+
+
+def overlap(spans: Sequence[Span], others: Iterable[Span]) -> bool:
+    """True if one of `spans`, in ascending order, has samples in common with one of `others`."""
+    for other in others:
+        for span in _from(spans, other.start):
+            if span.start >= other.stop:
+                break
+            if span.stop > other.start:
+                return True
+    return False
+
+
+def _from(spans: Sequence[Span], start: tuple[int, int]) -> Iterator[Span]:
+    """The spans that may reach `start` or begin later; `spans` are ascending and hardly overlap."""
+    index = bisect_right(spans, start, key=_start)
+    return iter(spans[max(0, index - 2) :])
