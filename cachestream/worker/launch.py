@@ -155,6 +155,10 @@ class WorkerOptions:
                 f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
             )
         _check_share(partition, num_units)
+        if self.exchange and partition is None:
+            raise ConfigError(
+                "exchange= is between caches of which each has a share: give partition=(i, n), too"
+            )
         if self.share is not None and num_units is None:
             raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
         if self.share is not None and held_out_share(cache)[0] is not None:

@@ -68,7 +68,12 @@ class Copy:
 
     content: str
     nbytes: int
+    spans: tuple[Span, ...]
     holders: tuple[tuple[str, int], ...]
+
+    def touches(self, ranges: Iterable[Range]) -> bool:
+        """True if the shard has samples of positions in `ranges`."""
+        return overlap(self.spans, [Span((start, 0), (stop, 0)) for start, stop in ranges])
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +389,7 @@ class Directory:
 
 
 def _copy(content: str, shard: _Shard) -> Copy:
-    return Copy(content, shard.nbytes, tuple(sorted(shard.holders.items())))
+    return Copy(content, shard.nbytes, shard.spans, tuple(sorted(shard.holders.items())))
 
 
 def _start(span: Span) -> tuple[int, int]:

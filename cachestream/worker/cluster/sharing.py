@@ -167,6 +167,7 @@ class GroupMember:
         self._publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, self._owner.name)
         self._shards: dict[int, HeldShard | None] = {}  # as reported; None for one that cannot be shared
         self._fetches: dict[Any, _Fetch] = {}
+        self._arrived: set[str] = set()  # the contents of shards copied since the last report
         self._avoid_s: dict[str, float] = {}
         self._copies: list[Copy] = []
         self._servers: dict[str, Any] = {}
@@ -255,9 +256,12 @@ class GroupMember:
         if answer.ordinal > plan.ordinal:
             self._cache.filling.follow_group(shared.row, replace(plan, ordinal=answer.ordinal).to_json())
             return
+        for ref in [ref for ref, fetch in self._fetches.items() if fetch.copy.touches(answer.make)]:
+            self._drop(self._fetches.pop(ref), "")  # before another process makes what is in it
         if answer.make or answer.done:
             self._cache.filling.decide(shared.row.id, make=answer.make, done=answer.done)
-        self._copies, self._servers = list(answer.copies), servers
+        self._copies = [copy for copy in answer.copies if not copy.touches(answer.make)]
+        self._servers = servers
 
     def _report(self, shared: SharedPass) -> Report:
         added, removed = self._changes()
@@ -288,6 +292,7 @@ class GroupMember:
     def _changes(self) -> tuple[tuple[HeldShard, ...], tuple[str, ...]]:
         """The shards that have come and gone since the last report."""
         ids = self._cache.filling.shard_ids()
+        self._arrived.clear()
         gone = [self._shards.pop(shard_id) for shard_id in self._shards.keys() - ids]
         added = []
         for shard_id in sorted(ids - self._shards.keys()):
@@ -310,7 +315,7 @@ class GroupMember:
     # --- copies
 
     def _begin_copies(self) -> None:
-        held = {shard.content for shard in self._shards.values() if shard is not None}
+        held = {shard.content for shard in self._shards.values() if shard is not None} | self._arrived
         held |= {fetch.copy.content for fetch in self._fetches.values()}
         now_s = time.monotonic()
         while self._copies and len(self._fetches) < _AT_ONCE:
@@ -354,8 +359,10 @@ class GroupMember:
             self._drop(self._fetches.pop(ref), "it takes too long")
 
     def _drop(self, fetch: _Fetch, reason: str) -> None:
-        sys.stderr.write(f"no shard from {fetch.holder}: {reason.strip().splitlines()[-1]}\n")
-        self._avoid_s[fetch.holder] = time.monotonic() + _AVOID_S
+        """Give up a copy; if there is a `reason`, its holder is avoided for a while."""
+        if reason:
+            sys.stderr.write(f"no shard from {fetch.holder}: {reason.strip().splitlines()[-1]}\n")
+            self._avoid_s[fetch.holder] = time.monotonic() + _AVOID_S
         self._cache.reservations.cancel(fetch.reserved, self._owner.name)
 
     def _publish(self, fetch: _Fetch, data: npt.NDArray[np.uint8]) -> None:
@@ -373,6 +380,7 @@ class GroupMember:
             self._cache.reservations.cancel(fetch.reserved, self._owner.name)
             return
         self._publisher.publish([content], spans, UnitProgress(pass_id), reserved=[fetch.reserved])
+        self._arrived.add(fetch.copy.content)
 
     def _leave(self, ray: Any) -> None:
         try:

@@ -1,0 +1,179 @@
+"""Filling on a Ray cluster: `python -m benchmarks.cluster`. The nodes of the cluster are processes of this machine.
+
+Samples a second of a function that waits 50 ms, against the number of actors; photographs decoded by one actor, beside one
+local process, in turns; the bytes that four caches with one filling read from a real S3 server (rclone), beside one cache;
+and a fifth cache that joins them, beside copies of the same shards, each synced.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import ray
+from PIL import Image
+from ray.cluster_utils import Cluster
+
+import cachestream as cs
+from benchmarks.measure import emit, median_ratio, scratch
+from cachestream.storage.telemetry import Board
+from tests.support.s3 import run_s3_server
+
+NODES: Final = 4
+STORE_BYTES: Final = 400 << 20
+WAIT_S: Final = 0.05
+ACTORS: Final = (1, 4, 16, 32)
+PER_ACTOR: Final = 60  # samples that are timed, for each actor
+PHOTOGRAPHS, SIDE = 1500, 512
+TURNS: Final = 3
+FILES, FILE_FLOATS = 400, 256 * 1024  # 1 MiB each
+TIMEOUT_S: Final = 300.0
+
+
+def slow(sample: Any) -> Any:
+    time.sleep(WAIT_S)
+    return sample
+
+
+@contextmanager
+def nodes(count: int) -> Iterator[None]:
+    """A Ray cluster of `count` nodes, to which this process is connected."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE_BYTES})
+    for _ in range(count - 1):
+        cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def fetched_bytes(cache: cs.Cache) -> int:
+    """The bytes that the processes of the cache have read from the remote."""
+    return int(Board(cache.directory.worker_file("board")).totals().fetched_bytes)
+
+
+def seconds_between(cache: cs.Cache, first: int, last: int) -> float:
+    """The time that the cache takes from `first` samples to `last`."""
+    cache.wait(first, timeout_s=TIMEOUT_S)
+    begun_s, begun = time.perf_counter(), cache.num_samples
+    while (count := cache.num_samples) < last:
+        time.sleep(0.02)
+        if time.perf_counter() - begun_s > TIMEOUT_S:
+            raise TimeoutError(f"{count} of {last} samples after {TIMEOUT_S:g} s")
+    return (time.perf_counter() - begun_s) / (count - begun) * (last - first)
+
+
+def rate_of_waiting(folder: Path, actors: int) -> float:
+    """Samples a second of a transform that waits, by so many actors, all of which have begun."""
+    samples = [{"x": np.full(16, i, np.float32)} for i in range(actors * (PER_ACTOR + 60))]
+    with (
+        cs.Cache(folder, size_limit="100MB") as cache,
+        cs.start_worker(
+            cache, samples, transform=slow, engine="ray", num_workers=actors, ray_options={"num_cpus": 0.01}
+        ),
+    ):
+        first = actors * 40
+        return PER_ACTOR * actors / seconds_between(cache, first, first + PER_ACTOR * actors)
+
+
+def write_photographs(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(64):
+        coarse = rng.integers(0, 255, (16, 16, 3), np.uint8)
+        image = Image.fromarray(coarse).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        image.save(folder / f"{number:04d}.jpg", quality=90)
+    for number in range(64, PHOTOGRAPHS):
+        shutil.copyfile(folder / f"{number % 64:04d}.jpg", folder / f"{number:04d}.jpg")
+
+
+def seconds_of_photographs(folder: Path, photographs: Path, engine: str) -> float:
+    source = cs.open_source(f"{photographs}/*.jpg", resize=(224, 224))
+    with (
+        cs.Cache(folder, size_limit="2GB") as cache,
+        cs.start_worker(cache, source, num_workers=1, engine=engine),
+    ):
+        took_s = seconds_between(cache, PHOTOGRAPHS // 5, PHOTOGRAPHS * 9 // 10)
+    shutil.rmtree(folder)
+    return took_s
+
+
+def copy_seconds(cache: cs.Cache, folder: Path) -> float:
+    """The time that copies of all shards of the cache take, each synced."""
+    folder.mkdir()
+    begun_s = time.perf_counter()
+    for path in sorted(Path(cache.directory.shards).glob("*.safetensors")):
+        with open(path, "rb") as source, open(folder / path.name, "wb") as target:
+            shutil.copyfileobj(source, target, 8 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+    return time.perf_counter() - begun_s
+
+
+def measure_sharing(folder: Path) -> dict[str, float]:
+    """The figures of four caches that share a filling, and of a fifth one that joins."""
+    rng = np.random.default_rng(0)
+    with run_s3_server(folder / "s3") as server, ExitStack() as stack:
+        bucket = server.bucket("remote")
+        for number in range(FILES):
+            np.save(bucket / f"{number:04d}.npy", rng.random(FILE_FLOATS, dtype=np.float32))
+        source = cs.open_source("s3://remote/*.npy", storage_options=server.storage_options)
+
+        def start(name: str, **options: Any) -> cs.Cache:
+            cache = stack.enter_context(cs.Cache(folder / name, size_limit="2GB"))
+            stack.enter_context(cs.start_worker(cache, source, num_workers=1, shard_size="16MB", **options))
+            return cache
+
+        alone = start("alone")
+        alone.wait(FILES, timeout_s=TIMEOUT_S)
+        caches = [start(f"cache-{number}", share="benchmark") for number in range(NODES)]
+        for cache in caches:
+            cache.wait(FILES, timeout_s=TIMEOUT_S)
+        read = sum(map(fetched_bytes, caches))
+        begun_s = time.perf_counter()
+        fifth = start("fifth", share="benchmark")
+        fifth.wait(1, timeout_s=TIMEOUT_S)
+        first_s = time.perf_counter() - begun_s
+        fifth.wait(FILES, timeout_s=TIMEOUT_S)
+        joining_s = time.perf_counter() - begun_s - first_s
+        copying_s = statistics.median(copy_seconds(fifth, folder / f"copies-{turn}") for turn in range(TURNS))
+        return {
+            "shared_bytes_ratio": read / fetched_bytes(alone),
+            "joined_bytes": fetched_bytes(fifth),
+            "joining_to_copying": copying_s / joining_s,
+            "joining_mb_per_s": FILES * FILE_FLOATS * 4 / joining_s / 1e6,
+            "joining_first_s": first_s,
+        }
+
+
+def main() -> None:
+    figures: dict[str, float] = {}
+    with scratch() as folder, nodes(NODES):
+        rates = {actors: rate_of_waiting(folder / f"waiting-{actors}", actors) for actors in ACTORS}
+        for actors, rate in rates.items():
+            figures[f"waiting_{actors}_per_s"] = rate
+        figures["waiting_to_linear"] = rates[ACTORS[-1]] / ACTORS[-1] * WAIT_S
+        photographs = folder / "photographs"
+        write_photographs(photographs)
+        local_s, remote_s = [], []
+        for turn in range(TURNS):
+            local_s.append(seconds_of_photographs(folder / f"local-{turn}", photographs, "local"))
+            remote_s.append(seconds_of_photographs(folder / f"ray-{turn}", photographs, "ray"))
+        figures["photographs_to_local"] = median_ratio(local_s, remote_s)
+        figures["photographs_per_s"] = PHOTOGRAPHS * 0.7 / statistics.median(remote_s)
+        figures |= measure_sharing(folder)
+    emit(**figures)
+
+
+if __name__ == "__main__":
+    main()
