@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -18,10 +19,19 @@ import pytest
 from PIL import Image
 
 from cachestream import Cache
+from tests.training.scripts.ports import free_port
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = ROOT / "examples"
-FRAMEWORKS: Final = ("accelerate_loop", "hf_trainer", "lightning_ddp", "mp_spawn", "ray_train")
+FRAMEWORKS: Final = (
+    "accelerate_loop",
+    "hf_trainer",
+    "lightning_ddp",
+    "mp_spawn",
+    "ray_train",
+    "trials",
+    "two_hosts",
+)
 EPOCH: Final = re.compile(r"^epoch (\d+): (\d+) (?:batches|steps)", re.MULTILINE)
 TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 Run = Callable[..., str]
@@ -139,6 +149,33 @@ def test_the_example_for_ray_trains_two_workers(remote: Path, run: Run, tmp_path
     assert [number for number, _ in epochs(printed)] == [2]
     assert 3 <= epochs(printed)[0][1] <= 6
     assert cached(tmp_path / "cache") >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
+def test_the_trials_of_a_sweep_read_each_sample_once_for_all(run: Run, tmp_path: Path) -> None:
+    printed = run("trials", timeout_s=280)
+    made = [int(count) for count in re.findall(r"([0-9]+) of 800 samples read from the remote", printed)]
+    assert len(made) == 4
+    assert sum(made) == 800
+    assert all(cached(tmp_path / "sweep" / str(trial)) == 800 for trial in range(4))
+
+
+def test_the_second_of_two_hosts_fills_its_cache_from_that_of_the_first(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "waves").mkdir()
+    for number in range(128):
+        np.save(tmp_path / "waves" / f"{number:03d}.npy", np.full(256, number, np.float32))
+    launcher = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
+    launcher += (f"--rdzv-endpoint=127.0.0.1:{free_port()}",)
+    with ThreadPoolExecutor() as threads:
+        hosts = [
+            threads.submit(run, "two_hosts", *arguments, "--epochs", "1", launcher=launcher)
+            for arguments in (("waves", "host-0"), ("host-0", "host-1", "--from-cache"))
+        ]
+        printed = "".join(host.result(timeout=300) for host in hosts)
+    assert "host-0: 128 samples" in printed
+    assert "host-1: 128 samples" in printed
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
