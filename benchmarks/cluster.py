@@ -46,7 +46,9 @@ def slow(sample: Any) -> Any:
 def nodes(count: int) -> Iterator[None]:
     """A Ray cluster of `count` nodes, to which this process is connected."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE_BYTES})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE_BYTES}
+    )
     for _ in range(count - 1):
         cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

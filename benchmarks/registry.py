@@ -209,6 +209,39 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("waiting_percent", "waiting of the trainer in the run", "%"),
         ),
     ),
+    "cluster": Benchmark(
+        "Filling on a Ray cluster",
+        "Four nodes of a Ray cluster, all on this machine. Actors whose transform waits 50 ms; photographs of 512 x 512 decoded to 224 x 224 by "
+        "one actor, beside one local process; four caches that share the filling from 400 arrays of 1 MiB on an S3 server, and a fifth "
+        "that joins, beside copies of its shards, each synced.",
+        (
+            Figure("waiting_to_linear", "32 actors, of 32 times the speed of the wait", target=0.9),
+            Figure("waiting_1_per_s", "1 actor", "samples/s"),
+            Figure("waiting_4_per_s", "4 actors", "samples/s"),
+            Figure("waiting_16_per_s", "16 actors", "samples/s"),
+            Figure("waiting_32_per_s", "32 actors", "samples/s"),
+            Figure("photographs_to_local", "photographs by one actor, of one local process", target=0.85),
+            Figure("photographs_per_s", "photographs by one actor", "photographs/s"),
+            Figure(
+                "shared_bytes_ratio", "bytes that four sharing caches read, of one", target=1.02, at_most=True
+            ),
+            Figure(
+                "joined_bytes",
+                "bytes that a fifth cache reads from the remote",
+                "bytes",
+                target=0,
+                at_most=True,
+            ),
+            Figure(
+                "joining_to_copying",
+                "speed of the fifth cache from its first samples on, of copies",
+                target=0.8,
+            ),
+            Figure("joining_mb_per_s", "the fifth cache", "MB/s"),
+            Figure("joining_first_s", "its first samples after", "s"),
+        ),
+        timeout_s=1200.0,
+    ),
     "listing": Benchmark(
         "A bucket that was never listed",
         "`cs.stream` over a folder of 20,000 objects on an S3 server that lists some thousand names a second, torch loaded.",
