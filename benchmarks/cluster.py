@@ -7,6 +7,7 @@ and a fifth cache that joins them, beside copies of the same shards, each synced
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import statistics
@@ -51,12 +52,12 @@ def nodes(count: int) -> Iterator[None]:
     )
     for _ in range(count - 1):
         cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def fetched_bytes(cache: cs.Cache) -> int:
