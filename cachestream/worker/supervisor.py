@@ -217,7 +217,8 @@ class Supervisor:
             self._next_pass(now_s)
         self._samplers.start_due(now_s)
         if not self._resting:
-            self._record.write_filling(self._samplers.running, now_s)
+            message = "" if self._sharing is None else self._sharing.message
+            self._record.write_filling(self._samplers.running, now_s, message)
         return True
 
     @property
@@ -334,12 +335,12 @@ class FillRecord:
         reasons = describe_skipped(state.failures), all_dropped if dropped and not state.num_samples else ""
         self.write("complete", "; ".join(filter(None, reasons)))
 
-    def write_filling(self, running: Collection[int], now_s: float) -> None:
+    def write_filling(self, running: Collection[int], now_s: float, message: str) -> None:
         """Record that the `running` processes fill the cache, or that all of them wait for space."""
         states = self._board.states()
         found = {states[index] for index in running}
         if not found or found - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
-            self.write("filling")
+            self.write("filling", message)
         elif STATE_NAMES[WRITING] not in found:  # such a process may be about to find that there is no space
             self._write_full(now_s)
 

@@ -41,6 +41,8 @@ from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import EXIT_FATAL, exit_code, exit_now, tie_to_supervisor
 
 SYNC_S: Final = 0.3
+_RETRY_S: Final = 15.0  # until the next process looks for a cluster: importing Ray takes a second
+_ALONE: Final = "no Ray cluster answers: filling alone"
 ANSWER_S: Final = 10.0  # without an answer for so long the cache goes on alone
 _AT_ONCE: Final = 4  # copies under way
 _AVOID_S: Final = 10.0  # a cache that did not give a shard is not asked
@@ -53,12 +55,17 @@ logger = logging.getLogger("cachestream.worker")
 
 
 class SharingProcess:
-    """The supervisor's side: the process is started again whenever it ends."""
+    """The supervisor's side: the process is started again whenever it ends.
+
+    `message` tells while it finds no cluster.
+    """
 
     def __init__(self, job: Job, server: ForkServer, job_fd: int) -> None:
         self.process = ChildProcess(
             "cachestream.worker.cluster.sharing", "sharing", server, job.sys_path, job_fd
         )
+
+        self.message = ""
 
     def begin(self, now_s: float) -> None:
         self.process.start(now_s)
@@ -69,12 +76,15 @@ class SharingProcess:
         if code == EXIT_FATAL:
             raise GiveUpError(self.process.last_output)
         if code is not None:
+            self.message = _ALONE if code == 0 else ""
             logger.warning(
                 "the process that shares the filling ended with code %d: another one follows", code
             )
-            self.process.start_at_s = now_s + LATER_PAUSE_S
+            self.process.start_at_s = now_s + (_RETRY_S if code == 0 else LATER_PAUSE_S)
         if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
             self.process.start(now_s)
+        if self.process.running and now_s - self.process.started_s > ANSWER_S:
+            self.message = ""
 
 
 # --- actors
