@@ -17,12 +17,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-import cachestream
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
 from cachestream.storage.layout import Directory
@@ -338,6 +338,14 @@ def _end(unit_read: UnitRead, now_s: float) -> UnitEnd:
     return UnitEnd(None if error is None else Failure.of(error))
 
 
+def installed_version() -> str:
+    """The version of cachestream here; "" if it runs without being installed."""
+    try:
+        return metadata.version("cachestream")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 class NotSetUpError(Exception):
     """The actor was restarted, and `ready` has not been called since."""
 
@@ -353,9 +361,9 @@ class ReadActor:
 
         Raises WorkerError if it cannot do the job.
         """
-        if version != cachestream.__version__:
+        if version != (here := installed_version()):
             raise WorkerError(
-                f"cachestream {cachestream.__version__} is installed on the node {socket.gethostname()}, and "
+                f"cachestream {here or '(no version)'} is installed on the node {socket.gethostname()}, and "
                 f"{version} where the worker runs: install one version on all nodes of the cluster"
             )
         if self._reader is None:

@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 
-import cachestream
 from cachestream.errors import SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
 from cachestream.storage.cache import Cache
@@ -38,6 +37,7 @@ from cachestream.worker.cluster.read_actor import (
     UnitEnd,
     UnitTask,
     arrived,
+    installed_version,
     outcome,
 )
 from cachestream.worker.cluster.remote_fetcher import RemoteFetcher
@@ -176,7 +176,7 @@ class Dispatcher:
         for actor in self._actors:
             if not actor.ready and actor.ping is None and now_s >= actor.ping_at_s:
                 actor.ping = actor.handle.ready.remote(
-                    cachestream.__version__, self._job_ref, self._options.num_actors
+                    installed_version(), self._job_ref, self._options.num_actors
                 )
         if any(actor.ready for actor in self._actors):
             self._began_s, self._fetcher.absence = now_s, None
