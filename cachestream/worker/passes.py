@@ -207,17 +207,23 @@ class NothingFreeError(Exception):
     """All positions are claimed for now: the listing continues, or a group of caches has yet to decide."""
 
 
-def block_size(length: int | None, num_workers: int) -> int:
+def block_size(length: int | None, num_workers: int, most: int = MOST_POSITIONS) -> int:
     """The number of positions in a claim: all processes are busy until the end, and claims are rare."""
     if length is None:
-        return 256
-    return max(1, min(MOST_POSITIONS, length // (num_workers * SHARES)))
+        return min(most, 256)
+    return max(1, min(most, length // (num_workers * SHARES)))
 
 
 def next_claim(
-    filling: Filling, owner: str, num_workers: int, listing: StoredNames | None = None
+    filling: Filling,
+    owner: str,
+    num_workers: int,
+    listing: StoredNames | None = None,
+    most: int = MOST_POSITIONS,
 ) -> Assignment | None:
     """Claim the next positions for `owner`, those of dead processes first; None at the end of the pass.
+
+    A claim of new positions has at most `most` of them.
 
     When all positions of a growing pass are claimed, it is extended by the units that are in `listing` by
     now; raises NothingFreeError if there are none, or if a group has yet to decide on the rest.
@@ -226,7 +232,7 @@ def next_claim(
     if seen is None:
         return None
     growth = None if listing is None else _growth(seen.row, listing)
-    found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers))
+    found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers, most=most))
     if isinstance(found, PassRow):
         if PassPlan.from_json(found.plan).growing or seen.is_shared:
             raise NothingFreeError

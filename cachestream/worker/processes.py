@@ -36,7 +36,12 @@ EXIT_FATAL: Final = 3  # another process would fail, too
 EXIT_RESTART: Final = 4  # another process is to go on at once
 EXIT_LATER: Final = 5  # another process is to go on once the disk or the catalogue may be free
 # Errors whose cause may be gone soon.
-_MAY_PASS: Final = (CacheFullError, CacheLockedError, CatalogueDamagedError, DiskFailedError)
+_MAY_PASS: Final[tuple[type[Exception], ...]] = (
+    CacheFullError,
+    CacheLockedError,
+    CatalogueDamagedError,
+    DiskFailedError,
+)
 STOP_S: Final = 3.0
 _NICE: Final = 5
 
@@ -223,18 +228,21 @@ def _restore_signals() -> None:
 
 
 def exit_code(
-    work: Callable[[], None], fatal: type[Exception], restart: tuple[type[Exception], ...] = ()
+    work: Callable[[], None],
+    fatal: type[Exception],
+    restart: tuple[type[Exception], ...] = (),
+    later: tuple[type[Exception], ...] = (),
 ) -> int:
     """Do `work`; return the exit code for the supervisor, after printing the error if there is one.
 
     An error of the class `fatal` would come again in another process. After one of the classes `restart`,
-    another process is to go on at once.
+    another process is to go on at once; after one of the classes `later`, in a moment.
     """
     try:
         work()
     except restart:
         return EXIT_RESTART
-    except _MAY_PASS as error:
+    except _MAY_PASS + later as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_LATER
     except BaseException as error:  # noqa: BLE001  a process's main: the supervisor ships the traceback home

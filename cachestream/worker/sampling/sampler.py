@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -35,14 +36,13 @@ from cachestream.worker.passes import NothingFreeError, next_claim
 from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 from cachestream.worker.sampling.cached_units import KnownOrders
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
+from cachestream.worker.sampling.fetcher import Delivery
 from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
+from cachestream.worker.sampling.reading import LocalReading, Reading
 from cachestream.worker.sampling.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
-from cachestream.worker.sampling.unit_reader import Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import Unit, UnitRead
 
-BUFFER_BYTES: Final = 64 * 2**20
 QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of
-_WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
 _FATAL_REFUSALS: Final = 20
 _QUIET_S: Final = 5.0  # without a byte: then the board says so
 
@@ -56,19 +56,23 @@ class Sampler:
     """
 
     def __init__(
-        self, job: Job, payload: Payload, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event
+        self,
+        job: Job,
+        payload: Payload,
+        cache: Cache,
+        slot: Slot,
+        reading: Reading,
+        *,
+        owner: str,
+        stop: threading.Event,
     ) -> None:
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
         self._is_shared = job.cluster is not None and bool(job.cluster.group)
         self._orders = KnownOrders(payload, cache, is_shared=self._is_shared)
         self._owner = Owner(cache.directory, owner)
         self._writer = ShardWriter(job, cache, slot, owner=owner, stop=stop)
-        self._encoder = SampleEncoder(self._writer, payload.transform, slot, stop)
-        self._reader = UnitReader(
-            job, payload.source, cache.directory, slot, stop, in_rows=payload.transform is None
-        )
-        self._fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.meter.beat)
-        self._tuner = ReadTuner(self._fetcher, slot, job)
+        self._encoder = SampleEncoder(self._writer, reading.transform, slot, stop)
+        self._reading, self._fetcher = reading, reading.fetcher
         self._assignment: Assignment | None = None
         self._todo: deque[UnitRead] = deque()
         self._listing = stored_names(payload.source)
@@ -93,7 +97,7 @@ class Sampler:
                 self._step()
             self._writer.publish_all()
         finally:
-            self._fetcher.stop()
+            self._reading.stop()
         self._owner.release()
 
     def _step(self) -> None:
@@ -105,7 +109,7 @@ class Sampler:
         if delivery is not None:
             self._deliver(delivery)
             self._arrived_s = time.monotonic()
-        self._tuner.tick(self._reader.meter.take_throttled)
+        self._reading.tick()
         self._put_aside_stalled()
         self._writer.flush_if_due()
 
@@ -148,7 +152,7 @@ class Sampler:
     # --- intake
 
     def _refill(self) -> None:
-        while self._read_alone is None and len(self._fetcher) < _WINDOW * self._job.concurrency:
+        while self._read_alone is None and len(self._fetcher) < self._reading.window:
             if not self._todo and time.monotonic() >= self._claim_at_s:
                 self._claim()
             if not self._todo or not self._submit():
@@ -159,7 +163,11 @@ class Sampler:
         before = self._assignment
         try:
             assignment = next_claim(
-                self._cache.filling, self._owner.name, self._job.num_workers, self._listing
+                self._cache.filling,
+                self._owner.name,
+                self._job.num_workers,
+                self._listing,
+                self._reading.most_claimed,
             )
         except (NothingFreeError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
             if self._is_shared and not len(self._fetcher):
@@ -178,7 +186,8 @@ class Sampler:
         plan = PassPlan.from_json(assignment.row.plan)
         if self._listing is not None:
             self._load_names(plan)
-        self._reader.plan = self._writer.plan = plan
+        self._writer.plan = plan
+        self._reading.use_plan(plan)
         self._slot["pass_id"] = assignment.row.id
         claim = assignment.claim
         positions = np.arange(claim.position, claim.stop, dtype=np.int64)
@@ -246,7 +255,7 @@ class Sampler:
             self._hold_back(unit_read)
             return
         if not unit_read.unit.is_cached:
-            self._tuner.unit_came()
+            self._reading.unit_came()
             self._skip_refused()
         self._finish_now(unit_read)
 
@@ -293,8 +302,15 @@ def _is_refusal(error: BaseException | None) -> bool:
     return isinstance(error, SourceError) and not isinstance(error, SampleError)
 
 
-def main() -> None:
-    """The main of the process: its job comes through stdin, whose end means stop."""
+# Makes the reading of a job: of its payload into a cache, counted in a slot, until the stop.
+MakeReading = Callable[[Job, Payload, Cache, Slot, threading.Event], Reading]
+
+
+def main(make_reading: MakeReading = LocalReading, later: tuple[type[Exception], ...] = ()) -> None:
+    """The main of the process: its job comes through stdin, whose end means stop.
+
+    After an error of the classes `later` another process goes on in a moment.
+    """
     stop = threading.Event()
     job_fd, index, owner = tie_to_supervisor(stop)
     name_process(f"cs-sampler-{index}")
@@ -313,11 +329,12 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # objects loaded by now stay: the garbage collector need not scan them
         try:
-            Sampler(job, payload, cache, slot, owner=owner, stop=stop).run()
+            reading = make_reading(job, payload, cache, slot, stop)
+            Sampler(job, payload, cache, slot, reading, owner=owner, stop=stop).run()
         except CatalogueDamagedError:
             cache.rebuild()
             raise
 
-    code = exit_code(work, fatal=WorkerError, restart=(StartAgainError, CatalogueReplacedError))
+    code = exit_code(work, fatal=WorkerError, restart=(StartAgainError, CatalogueReplacedError), later=later)
     slot["state"] = ENDED  # tells an orderly end from one caused by a sample or a signal
     exit_now(code)

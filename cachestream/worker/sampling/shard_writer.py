@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.config import with_generator
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.schema import HELD_OUT, Schema
 from cachestream.storage.progress import PassRow
@@ -18,11 +16,11 @@ from cachestream.storage.telemetry import Slot
 from cachestream.transport import object_limit
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan, gaps, is_covered
-from cachestream.worker.processes import end_if_forked
-from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key, to_record
+from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key
 from cachestream.worker.sampling.packer import FirstSamples, Packer, majority
 from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
-from cachestream.worker.sampling.unit_reader import Unit, UnitRead, sample_generator
+from cachestream.worker.sampling.transformer import Transformer
+from cachestream.worker.sampling.unit_reader import Unit, UnitRead
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -243,8 +241,7 @@ class SampleEncoder:
         self, writer: ShardWriter, transform: Callable[..., Any] | None, slot: Slot, stop: threading.Event
     ) -> None:
         self._writer, self._slot, self._stop = writer, slot, stop
-        self._transform = None if transform is None else with_generator(transform)
-        self._pid = os.getpid()
+        self._transformer = Transformer(transform, slot)
 
     def add(self, unit_read: UnitRead, chunk: SampleChunk) -> bool:
         """Add the samples of `chunk`; False if the process is to stop before the last of them."""
@@ -272,34 +269,19 @@ class SampleEncoder:
             unit_read.unit, offset, encode_key(key)
         ):
             return
+        assert writer.plan is not None
         try:
-            sample = self._transformed(sample, unit_read.unit, offset)
-            if sample is None:
-                self._slot["dropped"] += 1
-                return
-            begun_s = time.monotonic()
-            record = to_record(sample, key)
+            record = self._transformer.record(writer.plan, unit_read.unit, offset, key, sample)
         except SampleError as error:
             writer.skip("sample", error, key)
         except BaseException as error:  # noqa: BLE001  transforms raise anything; signals raise nothing here
             writer.skip("transform", error, key)
         else:
+            if record is None:
+                self._slot["dropped"] += 1
+                return
             writer.take(record)
-            self._slot["pack_s"] += time.monotonic() - begun_s
-
-    def _transformed(self, sample: Any, unit: Unit, offset: int) -> Any:
-        """Apply the user's transform; the board shows the position of the unit meanwhile."""
-        if self._transform is None:
-            return sample
-        slot, plan, begun_s = self._slot, self._writer.plan, time.monotonic()
-        assert plan is not None
-        slot["alone"], slot["beat_s"] = unit.position + 1, begun_s
-        try:
-            return self._transform(sample, lambda: sample_generator(plan, unit.number, offset))
-        finally:
-            end_if_forked(self._pid)
-            slot["alone"] = 0
-            slot["transform_s"] += time.monotonic() - begun_s
+            self._slot["pack_s"] += time.monotonic() - self._transformer.encoding_since_s
 
     def _is_wanted(self, unit: Unit, offset: int, key: bytes) -> bool:
         """True if a sample is to be cached: no shard of its split holds it, and there is room for it."""

@@ -1,0 +1,384 @@
+"""An actor that reads units: it fetches, transforms and encodes their samples, and sends them in columns.
+
+It is an ordinary class; `remote_sampling` makes a Ray actor of it. A call of `read` takes a group of units, and
+yields what comes of them, in their order, as `ReadResult`s. Several calls may run at once: the reading of one
+group overlaps with the transforms of another.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
+from cachestream.schema import Schema
+from cachestream.storage.layout import Directory
+from cachestream.storage.telemetry import FLIGHTS, Board, Slot
+from cachestream.transport import object_limit
+from cachestream.worker.job import Job, Payload, unpack
+from cachestream.worker.order import PassPlan
+from cachestream.worker.sampling.encode import Column, SampleChunk, Table
+from cachestream.worker.sampling.fetcher import Delivery, Fetcher
+from cachestream.worker.sampling.reading import BUFFER_BYTES
+from cachestream.worker.sampling.transformer import Transformer
+from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitReader
+
+CALLS: Final = 3  # at once in one actor: two that alternate, and one for a backup
+RESULT_BYTES: Final = 4 << 20
+RESULT_S: Final = 0.2
+_FIRST_RESULT_S: Final = 0.02
+_BEAT_S: Final = 1.0
+_NICE: Final = 5  # a trainer on the same node comes first
+_SMALL_BYTES: Final = 64  # about, of what carries no values
+COUNTERS: Final = ("fetched_bytes", "retries", "transform_s", "pack_s")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTask:
+    """A unit to be read, from `unit.first` on. `stall_age_s`, `reason`, `retries`: see UnitRead and Stall."""
+
+    unit: Unit
+    stall_age_s: float | None = None
+    reason: str = ""
+    retries: int = 0
+
+    @classmethod
+    def of(cls, unit_read: UnitRead, now_s: float) -> UnitTask:
+        """The rest of the unit: what follows the samples that have come."""
+        first = max(unit_read.unit.first, unit_read.next_offset)
+        task = cls(replace(unit_read.unit, first=first), retries=unit_read.retries)
+        stall = unit_read.stall
+        return (
+            task if stall is None else replace(task, stall_age_s=now_s - stall.since_s, reason=stall.reason)
+        )
+
+    def unit_read(self, now_s: float) -> UnitRead:
+        """The reading of the unit in this process, whose clock is another."""
+        unit_read = UnitRead(self.unit, retries=self.retries)
+        if self.stall_age_s is not None:
+            unit_read.stall = Stall(now_s - self.stall_age_s, self.reason)
+        return unit_read
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as it travels: its class may be unknown to the receiver, or not pickle."""
+
+    name: str
+    message: str
+    base: type[Exception]
+    lost: int = 1
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        bases = (SampleError, SourceUnavailableError, SourceError, WorkerError)
+        base = next((base for base in bases if isinstance(error, base)), Exception)
+        return cls(type(error).__name__, str(error), base, getattr(error, "lost", 1))
+
+    def error(self) -> Exception:
+        """An error of the same name and message, which counts as the original does."""
+        kind: type[Exception] = (
+            self.base if self.base.__name__ == self.name else type(self.name, (self.base,), {})
+        )
+        error = kind(self.message)
+        if isinstance(error, SampleError):
+            error.lost = self.lost
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEnd:
+    """The end of a unit: read to its end, failed, or to be tried again after `pause_s`."""
+
+    failure: Failure | None = None
+    pause_s: float | None = None
+    stall_age_s: float = 0.0
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Samples and ends of units, each with the index of its unit in the group.
+
+    `work_s`: the time that they took. `counters`: the differences of COUNTERS.
+    """
+
+    items: list[tuple[int, SampleChunk | UnitEnd]]
+    work_s: float
+    counters: tuple[float, ...]
+
+
+def outcome(sample: Failure | None) -> None:
+    """The transform of the receiver, for samples that came without values: dropped, or failed."""
+    if sample is not None:
+        raise sample.error()
+
+
+# --- tables as they travel: large arrays, which the object store hands over without a copy
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The values of a field one after the other, and the length of each."""
+
+    data: npt.NDArray[np.uint8]
+    lengths: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> _Values:
+        data = np.frombuffer(b"".join(values) or bytearray(), np.uint8)
+        return cls(data, np.fromiter(map(len, values), np.int64, len(values)))
+
+    def column(self) -> Column:
+        stops = np.cumsum(self.lengths).tolist()
+        return [self.data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def merged(tables: list[Table]) -> Table:
+    """Merge tables of one sample each and of one schema, in the form in which they travel."""
+    schema, columns = tables[0].schema, []
+    for index, field_ in enumerate(schema.fields):
+        values = _Values.of([table.columns[index][0] for table in tables])
+        columns.append(values if field_.shape is None else values.data.reshape(len(tables), -1))
+    return Table(schema, [table.keys[0] for table in tables], tuple(columns))  # type: ignore[arg-type]
+
+
+def for_travel(table: Table) -> Table:
+    """The form in which `table` travels."""
+    columns = [one if isinstance(one, np.ndarray) else _Values.of(one) for one in table.columns]
+    return Table(table.schema, list(table.keys), tuple(columns))  # type: ignore[arg-type]
+
+
+def arrived(table: Table, schema: Schema) -> Table:
+    """The table that has travelled; `schema` is equal to its own."""
+    columns = [one.column() if isinstance(one, _Values) else one for one in table.columns]
+    return Table(schema, table.keys, tuple(columns))
+
+
+class _Outgoing:
+    """Samples and ends that wait to be sent; those of one unit and schema are merged."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[int, SampleChunk | UnitEnd]] = []
+        self.nbytes = 0
+        self._index = 0
+        self._offsets: list[int] = []
+        self._tables: list[Table] = []
+
+    def add_record(self, index: int, offset: int, record: Table) -> None:
+        if self._tables and (index != self._index or record.schema is not self._tables[0].schema):
+            self._close()
+        self._index = index
+        self._offsets.append(offset)
+        self._tables.append(record)
+        self.nbytes += record.nbytes
+
+    def add(self, index: int, item: SampleChunk | UnitEnd, nbytes: int = 0) -> None:
+        self._close()
+        self.items.append((index, item))
+        self.nbytes += nbytes
+
+    def _close(self) -> None:
+        if self._tables:
+            table = merged(self._tables)
+            nbytes = sum(one.nbytes for one in self._tables)
+            self.items.append((self._index, SampleChunk(tuple(self._offsets), (), table, nbytes)))
+            self._offsets, self._tables = [], []
+
+    def take(self) -> list[tuple[int, SampleChunk | UnitEnd]]:
+        self._close()
+        items, self.items, self.nbytes = self.items, [], 0
+        return items
+
+
+class _PauseError(Exception):
+    """The remote does not answer: the unit is to be tried again after `pause_s`."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.pause_s = pause_s
+
+
+class UnitsReader:
+    """What the calls of an actor share: the source, the transform, and a slot with counters."""
+
+    def __init__(self, job: Job, actors: int) -> None:
+        limit = job.bandwidth_bytes_per_s
+        self._job = job = replace(job, bandwidth_bytes_per_s=None if limit is None else limit / actors)
+        payload: Payload = unpack(job.payload)
+        with tempfile.TemporaryDirectory(prefix="cachestream-") as folder:  # open files outlive their names
+            directory = Directory(folder)
+            os.mkdir(directory.worker)
+            self.slot: Slot = Board(directory.worker_file("board")).slot(0)
+            self._reader = UnitReader(
+                job,
+                payload.source,
+                directory,
+                self.slot,
+                threading.Event(),
+                in_rows=payload.transform is None,
+            )
+        self._transformer = Transformer(payload.transform, self.slot)
+        self._transforming = threading.Lock()  # users expect one call at a time
+        self._lock = threading.Lock()
+        self._first_numbers = [lane * (FLIGHTS // CALLS) for lane in range(CALLS)]
+        self._sent = (0.0,) * len(COUNTERS)
+
+    def read(self, plan: PassPlan, tasks: Sequence[UnitTask]) -> Iterator[ReadResult]:
+        """Read the units of `tasks`; yields at least once in _BEAT_S while the reads show life."""
+        self._reader.plan = plan
+        unit_reads = [task.unit_read(time.monotonic()) for task in tasks]
+        indices = {unit_read.unit.position: index for index, unit_read in enumerate(unit_reads)}
+        out, begun_s = _Outgoing(), time.monotonic()
+        due_s = begun_s + _FIRST_RESULT_S
+        with self._fetcher(len(tasks)) as (fetcher, numbers):
+            fetcher.submit(unit_reads)
+            while len(fetcher):
+                delivery = fetcher.next(max(0.0, due_s - time.monotonic()) if out.nbytes else _BEAT_S)
+                steps: Iterator[None] = iter((None,))
+                if delivery is not None:
+                    index = indices[delivery.unit_read.unit.position]
+                    steps = self._add(out, index, plan, delivery)
+                for _ in steps:
+                    now_s = time.monotonic()
+                    is_due = out.nbytes >= RESULT_BYTES or (now_s >= due_s and out.nbytes)
+                    if is_due or (delivery is None and self._is_alive(numbers, now_s)):
+                        yield ReadResult(out.take(), now_s - begun_s, self._differences())
+                        begun_s = time.monotonic()
+                        due_s = begun_s + RESULT_S
+        yield ReadResult(out.take(), time.monotonic() - begun_s, self._differences())
+
+    @contextmanager
+    def _fetcher(self, units: int) -> Iterator[tuple[Fetcher, range]]:
+        """A fetcher, and the numbers of its threads in the slot."""
+        with self._lock:
+            first = self._first_numbers.pop()
+        threads = min(self._job.concurrency, FLIGHTS // CALLS, units)
+        numbers = range(first, first + threads)
+
+        def read(unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
+            for item in self._reader.read(unit_read, first + number):
+                if isinstance(item, float):
+                    raise _PauseError(item)
+                yield item
+
+        fetcher = Fetcher(read, threads, BUFFER_BYTES, lambda number: self._reader.meter.beat(first + number))
+        try:
+            yield fetcher, numbers
+        finally:
+            fetcher.stop()
+            with self._lock:
+                self._first_numbers.append(first)
+
+    def _add(self, out: _Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:
+        """Add what was delivered to `out`, transformed and encoded; yields after each sample."""
+        unit_read = delivery.unit_read
+        for chunk in delivery.chunks:
+            if isinstance(chunk.samples, Table):
+                travelling = replace(chunk, samples=for_travel(chunk.samples))
+                out.add(index, travelling, chunk.nbytes)
+                yield
+                continue
+            for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
+                self._add_sample(out, index, plan, unit_read.unit, (offset, key, sample))
+                yield
+        if delivery.finished:
+            out.add(index, _end(unit_read, time.monotonic()), _SMALL_BYTES)
+
+    def _add_sample(
+        self, out: _Outgoing, index: int, plan: PassPlan, unit: Unit, item: tuple[int, str, Any]
+    ) -> None:
+        offset, key, sample = item
+        failure = None
+        if isinstance(key, str):  # else the receiver refuses the key
+            try:
+                with self._transforming:
+                    record = self._transformer.record(plan, unit, offset, key, sample)
+                    self.slot["pack_s"] += time.monotonic() - self._transformer.encoding_since_s
+            except BaseException as error:  # noqa: BLE001  transforms raise anything
+                failure = Failure.of(error)
+            else:
+                if record is not None:
+                    out.add_record(index, offset, record)
+                    return
+        out.add(index, SampleChunk((offset,), (key,), (failure,), _SMALL_BYTES), _SMALL_BYTES)
+
+    def _is_alive(self, numbers: range, now_s: float) -> bool:
+        """True if no reading thread of `numbers` has been without a sign of life for long."""
+        beats = [float(self.slot["flight_beats_s"][n]) for n in numbers if self.slot["flights"][n]]
+        return now_s - min(beats, default=now_s) < self._job.hang_timeout_s / 2
+
+    def _differences(self) -> tuple[float, ...]:
+        """The growth of the counters since the last call."""
+        with self._lock:
+            before, self._sent = self._sent, tuple(float(self.slot[name]) for name in COUNTERS)
+            return tuple(now - then for now, then in zip(self._sent, before, strict=True))
+
+
+def _end(unit_read: UnitRead, now_s: float) -> UnitEnd:
+    error = unit_read.error
+    if isinstance(error, _PauseError):
+        stall = unit_read.stall
+        assert stall is not None
+        reason = Failure("", stall.reason, SourceUnavailableError)
+        return UnitEnd(reason, error.pause_s, now_s - stall.since_s, unit_read.retries)
+    return UnitEnd(None if error is None else Failure.of(error))
+
+
+def installed_version() -> str:
+    """The version of cachestream here; "" if it runs without being installed."""
+    try:
+        return metadata.version("cachestream")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+class NotSetUpError(Exception):
+    """The actor was restarted, and `ready` has not been called since."""
+
+
+class ReadActor:
+    """The actor. It is set up by a call, whose errors reach the caller as they are, and not by its constructor."""
+
+    def __init__(self) -> None:
+        self._reader: UnitsReader | None = None
+
+    def ready(self, version: str, job: Job, actors: int) -> int:
+        """Set up the actor, one of `actors`, for `job`; returns the id of its process.
+
+        Raises WorkerError if it cannot do the job.
+        """
+        if version != (here := installed_version()):
+            raise WorkerError(
+                f"cachestream {here or '(no version)'} is installed on the node {socket.gethostname()}, and "
+                f"{version} where the worker runs: install one version on all nodes of the cluster"
+            )
+        if self._reader is None:
+            sys.path.extend(path for path in job.sys_path if path not in sys.path)
+            with suppress(OSError):
+                os.nice(_NICE)
+            self._reader = UnitsReader(job, actors)
+        return os.getpid()
+
+    def read(self, plan: str, tasks: Sequence[UnitTask], limit_bytes: int) -> Iterator[ReadResult]:
+        """Read units of the pass `plan`; no object may be larger than `limit_bytes`."""
+        object_limit.set_cache_limit(limit_bytes)
+        if self._reader is None:
+            raise NotSetUpError
+        yield from self._reader.read(_parsed(plan), tasks)
+
+
+_parsed = functools.lru_cache(maxsize=4)(PassPlan.from_json)

@@ -1,0 +1,86 @@
+"""The reading of units for a sampling process: the interface, and the reading in threads of the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from cachestream.storage.cache import Cache
+from cachestream.storage.telemetry import Slot
+from cachestream.worker.job import Job, Payload
+from cachestream.worker.order import PassPlan
+from cachestream.worker.passes import MOST_POSITIONS
+from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
+from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitReader
+
+BUFFER_BYTES: Final = 64 * 2**20
+_WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
+
+
+class UnitFetcher(Protocol):
+    """Reads the submitted units, and delivers the samples of each claim in their order; see `Fetcher`."""
+
+    def __len__(self) -> int: ...
+    @property
+    def awaited(self) -> UnitRead | None: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def stalls(self) -> tuple[list[Stall], bool]: ...
+    def submit(self, unit_reads: list[UnitRead]) -> None: ...
+    def put_aside(self, unit_read: UnitRead) -> bool: ...
+    def hold(self, held: bool) -> None: ...
+    def next(self, timeout_s: float) -> Delivery | None: ...
+
+
+class Reading(Protocol):
+    """The part of a sampling process that reads units: in its own threads, or elsewhere.
+
+    `transform` is applied to the samples that are delivered. `window`: the number of units submitted ahead.
+    `most_claimed`: the number of units in one claim, at most.
+    """
+
+    @property
+    def fetcher(self) -> UnitFetcher: ...
+    @property
+    def transform(self) -> Callable[..., Any] | None: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def most_claimed(self) -> int: ...
+    def use_plan(self, plan: PassPlan) -> None:
+        """Read units of the pass `plan` from now on."""
+
+    def tick(self) -> None:
+        """Adapt to what the last reads brought; called several times a second."""
+
+    def unit_came(self) -> None:
+        """Note that a unit came whole."""
+
+    def stop(self) -> None:
+        """End the reading; what has not been delivered is dropped."""
+
+
+class LocalReading:
+    """Reads units in threads of this process, as many at once as pays."""
+
+    def __init__(self, job: Job, payload: Payload, cache: Cache, slot: Slot, stop: threading.Event) -> None:
+        self.transform = payload.transform
+        self.window, self.most_claimed = _WINDOW * job.concurrency, MOST_POSITIONS
+        self._reader = UnitReader(
+            job, payload.source, cache.directory, slot, stop, in_rows=payload.transform is None
+        )
+        self.fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.meter.beat)
+        self._tuner = ReadTuner(self.fetcher, slot, job)
+
+    def use_plan(self, plan: PassPlan) -> None:
+        self._reader.plan = plan
+
+    def tick(self) -> None:
+        self._tuner.tick(self._reader.meter.take_throttled)
+
+    def unit_came(self) -> None:
+        self._tuner.unit_came()
+
+    def stop(self) -> None:
+        self.fetcher.stop()
