@@ -243,6 +243,7 @@ class SampleEncoder:
         self, writer: ShardWriter, transform: Callable[..., Any] | None, slot: Slot, stop: threading.Event
     ) -> None:
         self._writer, self._slot, self._stop = writer, slot, stop
+        self.transform_s = float(slot["transform_s"])  # as on the board, where reading it takes longer
         self._transform = None if transform is None else with_generator(transform)
         self._pid = os.getpid()
 
@@ -299,7 +300,8 @@ class SampleEncoder:
         finally:
             end_if_forked(self._pid)
             slot["alone"] = 0
-            slot["transform_s"] += time.monotonic() - begun_s
+            self.transform_s += time.monotonic() - begun_s
+            slot["transform_s"] = self.transform_s
 
     def _is_wanted(self, unit: Unit, offset: int, key: bytes) -> bool:
         """True if a sample is to be cached: no shard of its split holds it, and there is room for it."""
