@@ -243,6 +243,11 @@ class SampleEncoder:
         self._writer, self._slot, self._stop = writer, slot, stop
         self._transformer = Transformer(transform, slot)
 
+    @property
+    def transform_s(self) -> float:
+        """The time that transforms have taken in this process."""
+        return self._transformer.transform_s
+
     def add(self, unit_read: UnitRead, chunk: SampleChunk) -> bool:
         """Add the samples of `chunk`; False if the process is to stop before the last of them."""
         if isinstance(chunk.samples, Table):

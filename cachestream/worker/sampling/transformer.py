@@ -18,13 +18,14 @@ from cachestream.worker.sampling.unit_reader import Unit, sample_generator
 class Transformer:
     """Transforms and encodes samples; used by one thread at a time.
 
-    `encoding_since_s`: the time at which the transform of the last sample had returned.
+    `encoding_since_s`: the time at which the transform of the last sample had returned. `transform_s`: the time
+    that transforms have taken.
     """
 
     def __init__(self, transform: Callable[..., Any] | None, slot: Slot) -> None:
         self._transform = None if transform is None else with_generator(transform)
         self._slot, self._pid = slot, os.getpid()
-        self.encoding_since_s = 0.0
+        self.encoding_since_s = self.transform_s = 0.0
 
     def record(self, plan: PassPlan, unit: Unit, offset: int, key: str, sample: Any) -> Table | None:
         """Return the sample at `offset` of `unit` as a table of one row; None if the transform drops it.
@@ -48,4 +49,6 @@ class Transformer:
             end_if_forked(self._pid)
             slot["alone"] = 0
             self.encoding_since_s = time.monotonic()
-            slot["transform_s"] += self.encoding_since_s - begun_s
+            took_s = self.encoding_since_s - begun_s
+            self.transform_s += took_s
+            slot["transform_s"] += took_s

@@ -220,12 +220,19 @@ class UnitReader:
         flights[number] = unit.position + 1
         try:
             while True:
-                began_s = time.monotonic()
+                began_s = since_s = time.monotonic()
+                is_traced = tracing.is_on()
                 try:
                     with closing(self._wanted(unit_read)) as items:
-                        for chunk in tracing.each("read", group_into_chunks(items), unit=unit.number):
+                        for chunk in group_into_chunks(items):
+                            if (
+                                is_traced
+                            ):  # not tracing.each, whose generator takes 3 % of the time of a tiny unit
+                                tracing.add("read", since_s, time.monotonic(), unit=unit.number)
                             unit_read.received(chunk)
                             yield chunk
+                            if is_traced:
+                                since_s = time.monotonic()
                     self._known_good.setdefault(self._remote_of(unit.number), unit.number)
                     return
                 except SourceUnavailableError as error:
