@@ -37,6 +37,7 @@ from cachestream.worker.order import Partition, PassPlan
 
 __all__ = ["simulate"]
 
+_ASKED: Final = 64  # nodes at a time that a replaced one asks for shards
 _WATCHED: Final = 16  # nodes of which it is recorded what they have seen, where shards are exchanged
 
 Steps = Generator[simpy.Event, Any, None]
@@ -46,7 +47,6 @@ class _Cluster:
     """Nodes that fail and are replaced, and their links. Subclasses say how they fill their caches."""
 
     plans: list[PassPlan]  # of each node, or of the group
-    capacity: int  # the shards that a plan's owner holds when it is full
 
     def __init__(self, setup: Setup, arrangement: Arrangement) -> None:
         self.setup, self.arrangement = setup, arrangement
@@ -59,7 +59,7 @@ class _Cluster:
         self.rng = np.random.default_rng(mix_key(setup.seed, 1))
         self.slowness = np.exp(self.rng.normal(0.0, setup.unevenness, nodes))
         self.full_s, self.ready_s = np.full(nodes, math.inf), np.full(nodes, math.inf)
-        self.held, self.passed = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)  # shards now, and ever
+        self.passed = np.zeros(nodes, np.int64)  # the shards that a node has received
         self.is_up = np.ones(nodes, bool)
         self.copied = self.failures = 0
         self.waiting_s = self.reread_bytes = 0.0
@@ -86,8 +86,8 @@ class _Cluster:
     def _lose(self, node: int) -> None:
         """Forget what a node held."""
 
-    def _number_passed(self, owner: int) -> int:
-        """The positions that the owner of a plan has passed."""
+    def _held_units(self) -> Iterator[IntArray]:
+        """The units that nodes hold, in parts."""
         raise NotImplementedError
 
     def _fail(self) -> Steps:
@@ -137,11 +137,6 @@ class _Cluster:
         """The shards that one node has held so far, on average."""
         return float(np.minimum(self.passed, [plan.share or 0 for plan in self.plans]).mean())
 
-    def _held_units(self) -> Iterator[IntArray]:
-        for owner, plan in enumerate(self.plans):
-            passed = self._number_passed(owner)
-            yield units_between(plan, max(0, passed - min(plan.share or 0, self.capacity)), passed)
-
     def outcome(self) -> Outcome:
         """The figures at the end of the run."""
         self.env.run(until=self.setup.duration_s)
@@ -172,6 +167,7 @@ class _Separate(_Cluster):
         self.capacity = setup.shards_in_cache
         self.plans = [self._plan(setup, arrangement, node) for node in range(setup.nodes)]
         self.contents: list[IntArray] = [np.empty(0, np.int64)] * setup.nodes  # where shards are exchanged
+        self.held = np.zeros(setup.nodes, np.int64)
         self.seen = np.zeros((min(setup.nodes, _WATCHED), setup.num_shards), bool)
         super().__init__(setup, arrangement)
 
@@ -181,8 +177,9 @@ class _Separate(_Cluster):
         partition = None if is_alone else Partition(node, setup.nodes)
         return PassPlan("shuffle", setup.seed + node * is_alone, 0, units, "", units, partition)
 
-    def _number_passed(self, owner: int) -> int:
-        return int(self.passed[owner])
+    def _held_units(self) -> Iterator[IntArray]:
+        for plan, passed in zip(self.plans, self.passed.tolist(), strict=True):
+            yield units_between(plan, max(0, passed - min(plan.share or 0, self.capacity)), passed)
 
     def _lose(self, node: int) -> None:
         self.reread_bytes += float(self.held[node] * self.setup.fetched_bytes)
@@ -239,23 +236,22 @@ class _Group(_Cluster):
     """Nodes that fetch a shard once and copy it to those that keep it. Positions are those of the group's passes."""
 
     def __init__(self, setup: Setup, arrangement: Arrangement) -> None:
-        copies = arrangement.copies(setup)
-        self.capacity = min(setup.num_shards, setup.nodes * setup.shards_in_cache // copies)
+        nodes, shards = setup.nodes, min(setup.shards_in_cache, setup.num_shards)
         self.plans = [PassPlan("shuffle", setup.seed, 0, setup.num_shards, "", setup.num_shards)]
-        self.up_s, self.down_s = (
-            np.zeros(setup.nodes),
-            np.zeros(setup.nodes),
-        )  # until when the links are taken
-        self.last_s = np.zeros(setup.nodes)  # the last arrival of a shard
+        self.capacity = min(setup.num_shards, nodes * shards // arrangement.copies(setup))
+        self.kept = np.full(
+            (nodes, shards), -1, np.int32
+        )  # positions; a new one takes the place of the oldest
+        self.quota = shards  # that a node may have received: once full, what an epoch replaces is added
+        self.up_s, self.down_s = np.zeros(nodes), np.zeros(nodes)  # until when the links are taken
+        self.last_s = np.zeros(nodes)  # the last arrival of a shard
         self.next = self.published = 0
         self.wanted, self.returned = self.capacity, deque[int]()
-        # The nodes that keep a position; no rows where all keep all.
-        self.places = np.full((self.capacity * (copies < setup.nodes), copies), -1, np.int32)
         super().__init__(setup, arrangement)
         self.more = self.env.event()
 
-    def _number_passed(self, owner: int) -> int:
-        return self.published
+    def _held_units(self) -> Iterator[IntArray]:
+        yield units_between(self.plans[0], 0, self.next)[np.unique(self.kept[self.kept >= 0])]
 
     def _fill(self, node: int, failed_s: float | None) -> Steps:
         """Fetch what nobody has claimed, one shard at a time, and publish it."""
@@ -279,23 +275,15 @@ class _Group(_Cluster):
         self.more = self.env.event()
 
     def _publish(self, owner: int, position: int) -> None:
-        """Give a shard to the nodes that keep it: its owner, and those that hold the least, as far as they have space."""
-        if len(self.places):
-            row = self.places[position % self.capacity]
-            self.held[row[row >= 0]] -= 1
-            load = self.held + self.rng.random(len(self.held))  # ties at random
-            load[~self.is_up | (self.held >= self.setup.shards_in_cache)] = math.inf
-            load[owner] = -1.0 if load[owner] < math.inf else math.inf
-            keepers = np.argpartition(load, self.copies - 1)[: self.copies]
-            keepers = keepers[load[keepers] < math.inf]
-            row[:] = -1
-            row[: len(keepers)] = keepers
-            self.held[keepers] += 1
-        else:
-            keepers = np.flatnonzero(self.is_up)
-            self.held[keepers] = min(self.capacity, self.published + 1)
-        self.published += 1
+        """Give a shard to the nodes that keep it: its owner, and those that have received the least, as far as they may."""
+        load = self.passed + self.rng.random(len(self.passed))  # ties at random
+        load[~self.is_up | (self.passed >= self.quota)] = math.inf
+        load[owner] = -1.0 if load[owner] < math.inf else math.inf
+        keepers = np.argpartition(load, self.copies - 1)[: self.copies]
+        keepers = keepers[load[keepers] < math.inf]
+        self.kept[keepers, self.passed[keepers] % self.kept.shape[1]] = position
         self.passed[keepers] += 1
+        self.published += 1
         self.last_s[owner] = max(self.last_s[owner], self.env.now)
         self._spread(owner, keepers[keepers != owner])
         if self.published <= self.capacity:
@@ -304,7 +292,7 @@ class _Group(_Cluster):
     def _mark(self, keepers: IntArray) -> None:
         """Note the nodes that can begin, and those that are full."""
         first = max(1, min(self.first, self.capacity * self.copies // self.setup.nodes))
-        ready = keepers[(self.held[keepers] >= first) & np.isinf(self.ready_s[keepers])]
+        ready = keepers[(self.passed[keepers] >= first) & np.isinf(self.ready_s[keepers])]
         self.ready_s[ready] = self.last_s[ready]
         if self.published == self.capacity:
             self.full_s = self.last_s.copy()
@@ -327,12 +315,14 @@ class _Group(_Cluster):
 
     def _epochs(self) -> Steps:
         """Once full, the group replaces a part of its shards in each epoch."""
-        setup, held = self.setup, self.capacity * self.copies // self.setup.nodes
-        length = held if self.capacity == setup.num_shards else setup.num_shards
+        setup, shards = self.setup, self.kept.shape[1]
+        length = shards if self.capacity == setup.num_shards else setup.num_shards
         while True:
             yield self._next_epoch()
             if self.published >= self.wanted:
-                self.wanted += self._refill(held, self.published, length) * setup.nodes // self.copies
+                refill = self._refill(shards, self.published, length)
+                self.quota += refill
+                self.wanted += refill * setup.nodes // self.copies
                 self._wake()
 
     def _restore(self, node: int, failed_s: float) -> Steps:
@@ -356,16 +346,24 @@ class _Group(_Cluster):
         self.warm_s.append(self.env.now - failed_s)
 
     def _sources(self, node: int) -> tuple[IntArray, int]:
-        """For each shard that a node lost another one that keeps it, and the number of shards that nobody else keeps."""
-        others = np.flatnonzero(self.is_up)
-        if not len(self.places):
-            lost = self.held[node] = min(self.capacity, self.published)
-            return (self.rng.choice(others, lost), 0) if len(others) else (others, lost)
-        rows = self.places[(self.places == node).any(axis=1)]
-        keepers = np.where((rows >= 0) & self.is_up[rows], rows, -1)
-        columns = (self.rng.random(keepers.shape) * (keepers >= 0)).argmax(axis=1)
-        sources = keepers[np.arange(len(keepers)), columns]
-        return sources[sources >= 0].astype(np.int64), int((sources < 0).sum())
+        """For each shard that a node lost another node that keeps it, and the number of shards that nobody else keeps.
+
+        What the group has replaced meanwhile is not missed; where every node keeps everything, it is what another one has.
+        """
+        others = self.rng.permutation(np.flatnonzero(self.is_up))
+        if self.copies == self.setup.nodes and len(others):
+            self.kept[node], self.passed[node] = self.kept[others[0]], self.passed[others[0]]
+        self.kept[node, self.kept[node] < self.published - self.capacity] = -1
+        filled = min(int(self.passed.max()), self.kept.shape[1])
+        lost, keeper = self.kept[node][self.kept[node] >= 0], np.full(self.next, -1, np.int64)
+        for start in range(0, len(others), _ASKED):
+            asked = others[start : start + _ASKED]
+            positions = self.kept[asked, :filled]
+            keeper[positions[positions >= 0]] = np.repeat(asked, (positions >= 0).sum(axis=1))
+            if (keeper[lost] >= 0).all():
+                break
+        senders = keeper[lost]
+        return senders[senders >= 0], int((senders < 0).sum())
 
 
 def simulate(setup: Setup, arrangement: Arrangement) -> Outcome:
