@@ -121,7 +121,7 @@ def _number(value: float) -> str:
 
 def main() -> None:
     PAGE.write_text(render(), encoding="utf-8")
-    for name, draw in {"waste": waste.draw, "scale_out": report.draw}.items():
+    for name, draw in {"waste": waste.draw, "scale_out": report.write_guide}.items():
         if record := load(name):
             draw({figure: statistics.median(values) for figure, values in record.figures.items()})
     print(f"wrote {PAGE}")

@@ -57,7 +57,7 @@ class _Cluster:
         each = min(setup.calibration.remote_bytes_per_s, setup.fetched_bytes / setup.own_s)
         self.link = Link(self.env, total, each)
         self.rng = np.random.default_rng(mix_key(setup.seed, 1))
-        self.slowness = np.exp(self.rng.normal(0.0, setup.unevenness, nodes))
+        self.slowness = np.exp(np.maximum(self.rng.normal(0.0, setup.unevenness, nodes), 0.0))
         self.full_s, self.ready_s = np.full(nodes, math.inf), np.full(nodes, math.inf)
         self.passed = np.zeros(nodes, np.int64)  # the shards that a node has received
         self.is_up = np.ones(nodes, bool)
@@ -239,9 +239,8 @@ class _Group(_Cluster):
         nodes, shards = setup.nodes, min(setup.shards_in_cache, setup.num_shards)
         self.plans = [PassPlan("shuffle", setup.seed, 0, setup.num_shards, "", setup.num_shards)]
         self.capacity = min(setup.num_shards, nodes * shards // arrangement.copies(setup))
-        self.kept = np.full(
-            (nodes, shards), -1, np.int32
-        )  # positions; a new one takes the place of the oldest
+        # The positions that each node keeps; a new one takes the place of its oldest.
+        self.kept = np.full((nodes, shards), -1, np.int32)
         self.quota = shards  # that a node may have received: once full, what an epoch replaces is added
         self.up_s, self.down_s = np.zeros(nodes), np.zeros(nodes)  # until when the links are taken
         self.last_s = np.zeros(nodes)  # the last arrival of a shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks.scale_out.cluster import simulate
 from benchmarks.scale_out.values import ALL, FIT, Arrangement, Calibration, Outcome, Setup
 
-__all__ = ["ARRANGEMENTS", "SETUP", "SIZES", "calibration_of", "check", "draw", "figures_of"]
+__all__ = ["ARRANGEMENTS", "SETUP", "SIZES", "calibration_of", "check", "figures_of", "table", "write_guide"]
 
 SIZES: Final = (8, 64, 512, 4096)
 ARRANGEMENTS: Final = (
@@ -42,6 +43,18 @@ SETUP: Final = Setup(
 )
 PLOT: Final = Path(__file__).parents[2] / "docs" / "scale-out.png"
 FAILURES_PLOT: Final = PLOT.with_name("scale-out-failures.png")
+GUIDE: Final = PLOT.parent / "guide" / "scale_out.md"
+TABLE: Final = re.compile(r"(?<=<!-- by make results -->\n).*?(?=\n\n)", re.DOTALL)
+_ROWS: Final = {
+    "the caches are full after": ("full, median (s)", "s"),
+    "training begins after": ("first batch (s)", "s"),
+    "batches are drawn from, samples": ("distinct (million samples)", "million"),
+    "one node sees in a day": ("one node has seen (%)", "%"),
+    "egress in a day": ("egress (TB)", "TB"),
+    "copied between nodes in a day": ("between nodes (TB)", "TB"),
+    "a failed node reads again": ("re-read for a failure (GB)", "GB"),
+    "its replacement is warm after": ("replaced node warm (s)", "s"),
+}
 _COLOURS: Final = ("#000000", "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73")  # Okabe and Ito's
 _MARKS: Final = ("o", "s", "v", "^", "D", "P")
 
@@ -97,6 +110,33 @@ def figures_of(nodes: int, name: str, outcome: Outcome) -> Iterator[tuple[str, f
     for column, value in columns.items():
         if math.isfinite(value):
             yield f"{nodes} nodes, {name} / {column}", value
+
+
+def table(figures: Mapping[str, float], nodes: int = SIZES[-1]) -> str:
+    """The table of the guide: the arrangements of `nodes` nodes side by side."""
+    lines = [
+        f"| {nodes:,} nodes | {' | '.join(one.name for one in ARRANGEMENTS)} |",
+        "|-" * (len(ARRANGEMENTS) + 1) + "|",
+    ]
+    for title, (column, unit) in _ROWS.items():
+        values = [figures.get(f"{nodes} nodes, {one.name} / {column}") for one in ARRANGEMENTS]
+        lines.append(f"| {title} | {' | '.join(_shown(value, unit) for value in values)} |")
+    return "\n".join(lines)
+
+
+def write_guide(figures: Mapping[str, float]) -> None:
+    """Draw the plots of the guide, and put the table into its page."""
+    draw(figures)
+    text = GUIDE.read_text(encoding="utf-8")
+    GUIDE.write_text(TABLE.sub(lambda _: table(figures), text), encoding="utf-8")
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not in a day"
+    if unit == "s" and value >= 7200:
+        value, unit = value / 3600, "h"
+    return f"{float(f'{value:.3g}'):,g} {unit}"
 
 
 def draw(figures: Mapping[str, float]) -> None:

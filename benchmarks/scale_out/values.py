@@ -39,7 +39,7 @@ class Setup:
     `job_bytes_per_s` and `requests_per_s` (of `request_bytes` each) bound all nodes together. A node fails once in `mtbf_s`
     on average (inf: never), but at least one in a run; an empty node replaces it after `replace_s`. `mtbf_s` is that of the
     training of Llama 3: 419 unexpected interruptions of 2,048 nodes in 54 days (arXiv:2407.21783).
-    `unevenness`: the standard deviation of the logarithm of the speeds of nodes.
+    `unevenness`: the standard deviation of the logarithm of the speeds of nodes; those above the median count as the median.
     """
 
     nodes: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,12 @@ import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.record import load
 from benchmarks.scale_out import cluster
 from benchmarks.scale_out.cluster import simulate
 from benchmarks.scale_out.contents import trade, units_between
 from benchmarks.scale_out.link import Link
-from benchmarks.scale_out.report import ARRANGEMENTS, calibration_of, check, figures_of
+from benchmarks.scale_out.report import ARRANGEMENTS, GUIDE, TABLE, calibration_of, check, figures_of, table
 from benchmarks.scale_out.values import ALL, FIT, Arrangement, Calibration, Outcome, Setup
 from cachestream.worker.order import Partition, PassPlan
 
@@ -315,9 +317,20 @@ def test_an_exchange_is_refused_where_it_is_not_modelled() -> None:
         Arrangement("", 2, exchange=0.1)
 
 
+def test_the_table_of_the_guide_is_what_the_record_makes() -> None:
+    record = load("scale_out")
+    assert record is not None
+    made = table({name: statistics.median(values) for name, values in record.figures.items()})
+    assert TABLE.findall(GUIDE.read_text(encoding="utf-8")) == [made], "run: make results"
+
+
 def test_what_did_not_come_has_no_figure() -> None:
     outcome = Outcome(math.inf, math.inf, 10, 0.5, 1e12, 0.0, 2.0, 2.0, 0, 0.0, math.inf)
     found = dict(figures_of(8, "alone", outcome))
     assert "8 nodes, alone / full, median (s)" not in found
     assert found["8 nodes, alone / egress (TB)"] == 1.0
     assert all(map(math.isfinite, found.values()))
+    shown = table({**found, "8 nodes, share / full, median (s)": 41_900.0}, nodes=8)
+    assert "| the caches are full after | not in a day |" in shown
+    assert "| 11.6 h |" in shown
+    assert "| egress in a day | 1 TB |" in shown
