@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -15,7 +16,8 @@ import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.record import load
+from benchmarks.record import Record, load
+from benchmarks.scale_out import __main__ as main
 from benchmarks.scale_out import cluster
 from benchmarks.scale_out.cluster import simulate
 from benchmarks.scale_out.contents import trade, units_between
@@ -315,6 +317,24 @@ def test_a_figure_that_was_not_measured_is_named() -> None:
 def test_an_exchange_is_refused_where_it_is_not_modelled() -> None:
     with pytest.raises(ValueError, match=r"exchange=0\.1 with replicas=2"):
         Arrangement("", 2, exchange=0.1)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_run_emits_the_figures_of_every_arrangement_and_says_when_speeds_are_assumed(
+    is_measured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {**MEASURED, "3 nodes, share / full_s": [1.0]}
+    record = Record("", "", "", "", measured) if is_measured else None
+    monkeypatch.setattr(main, "load", lambda _name: record)
+    monkeypatch.setattr(main, "SIZES", (3,))
+    monkeypatch.setattr(main, "SETUP", WHOLE)
+    main.main()
+    told = capsys.readouterr()
+    figures = json.loads(told.out.splitlines()[-1])
+    assert figures["is_calibrated"] == is_measured
+    assert ("3 nodes, share / full_s, model to measured" in figures) == is_measured
+    assert ("speeds of a node are assumed" in told.err) != is_measured
+    assert {f"3 nodes, {one.name} / egress (TB)" for one in ARRANGEMENTS} <= set(figures)
 
 
 def test_the_table_of_the_guide_is_what_the_record_makes() -> None:
