@@ -11,6 +11,7 @@ from typing import Any, Final
 from benchmarks import waste
 from benchmarks.record import RESULTS, ROOT, Record, load
 from benchmarks.registry import BENCHMARKS, TURNS, Benchmark, Figure
+from benchmarks.scale_out import report
 
 __all__ = ["PAGE", "matrix", "render"]
 
@@ -120,8 +121,9 @@ def _number(value: float) -> str:
 
 def main() -> None:
     PAGE.write_text(render(), encoding="utf-8")
-    if record := load("waste"):
-        waste.draw({name: statistics.median(values) for name, values in record.figures.items()})
+    for name, draw in {"waste": waste.draw, "scale_out": report.write_guide}.items():
+        if record := load(name):
+            draw({figure: statistics.median(values) for figure, values in record.figures.items()})
     print(f"wrote {PAGE}")
 
 

@@ -331,6 +331,22 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             ),
         ),
     ),
+    "scale_out": Benchmark(
+        "8 to 4,096 nodes, simulated",
+        "A day of training on 4 TB, 256 GB of it in the cache of each node, 20 GB/s from the remote for all: a simulation by shards. "
+        "Time until the caches are full, samples that a global batch can draw from, egress, waiting, and what failures cost.",
+        (
+            Figure("is_calibrated", "speeds of a node: measured by `cluster` (1) or assumed (0)"),
+            Figure(
+                "simulation_s_at_4096",
+                "simulation of 4,096 nodes, on one processor",
+                "s",
+                target=60,
+                at_most=True,
+            ),
+        ),
+        plot="../docs/scale-out.png",
+    ),
     "peers": Benchmark(
         "Other loaders",
         "A: 8,192 samples of 128 KiB, batch 64, GB/s. B: 60,000 samples of 784 bytes with a label, batch 256, thousand samples/s. "
