@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, Literal
 
 import xxhash
@@ -17,7 +18,7 @@ from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.find import find_files
 from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
-from cachestream.listing.names import Names, NamesBuilder, Page
+from cachestream.listing.names import Names, Page
 from cachestream.listing.patterns import (
     MAGIC,
     extension_of,
@@ -197,13 +198,8 @@ class FileList:
         with _completion_lock:
             if not self.is_open:
                 return
-            names = NamesBuilder()
-            for name in self.names:
-                names.add(name)
-            for page in self.more(self.names[-1]):
-                for name in page.names:
-                    names.add(name)
-            self._listing = replace(self._listing, names=names.names(), rest=None)
+            rest = chain.from_iterable(page.names for page in self.more(self.names[-1]))
+            self._listing = replace(self._listing, names=Names(chain(self.names, rest)), rest=None)
 
     def folders_ahead(self, parent: str) -> set[str]:
         """Return the folders in `parent` ("a/"; the root: "") that an open list has yet to list or end."""
