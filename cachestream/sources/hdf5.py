@@ -27,7 +27,7 @@ from cachestream.sources.array_windows import BATCH_BYTES, LOCAL_GAP_BYTES, read
 from cachestream.sources.decode.values import ArrayLayout
 from cachestream.sources.user_code import CallLock
 from cachestream.transport import metering
-from cachestream.transport.file_objects import BlockFile
+from cachestream.transport.file_objects import SeekableFile
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
 from cachestream.transport.remote_object import GAP_BYTES, RemoteObject
@@ -139,7 +139,7 @@ class Hdf5Array:
         self._h5py = require("h5py", "hdf5", "an HDF5 file")
         self._pid = os.getpid()
         self._opened: Any = None
-        self._metadata: BlockFile | None = None
+        self._metadata: SeekableFile | None = None
         self._index: dict[tuple[int, ...], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Hdf5Array:
         if self._remote.is_local:
             file = self._open_local()
         else:
-            self._metadata = BlockFile(self._file)
+            self._metadata = SeekableFile(self._file)
             file = self._h5py.File(self._metadata, "r")
         self._opened = self._choose(file)
         self._index = {}

@@ -26,7 +26,7 @@ from cachestream.sources.decode.table_columns import ColumnOptions, same_columns
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import FileUnits, SampleFiles, parts_for_diversity
 from cachestream.transport import object_limit
-from cachestream.transport.file_objects import SpanFile
+from cachestream.transport.file_objects import SeekableFile
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
 from cachestream.transport.remote_object import RemoteObject, patiently
 
@@ -99,7 +99,7 @@ class Footer:
         return ColumnChunk(start, start + nbytes, max(0, column.total_uncompressed_size))
 
 
-class _UnreadableFile(SpanFile):
+class _UnreadableFile(SeekableFile):
     """A file whose reads fail."""
 
     def __init__(self, file: RemoteObject) -> None:
@@ -338,7 +338,7 @@ class ParquetSource(SampleFiles):
             1, footer.metadata.row_group(group).num_rows
         )
         spans = [(chunk.start, chunk.stop) for chunk in chunks] if packed <= PREFETCH_BYTES else []
-        file = SpanFile(footer.file, spans)
+        file = SeekableFile(footer.file, spans)
         try:
             table = parquet.ParquetFile(
                 file,
