@@ -16,7 +16,7 @@ import xxhash
 from cachestream import tracing
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.find import find_files
+from cachestream.listing.find import find_files, open_pages
 from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
 from cachestream.listing.names import Names, Page
 from cachestream.listing.patterns import (
@@ -24,8 +24,8 @@ from cachestream.listing.patterns import (
     extension_of,
     kind_of,
 )
-from cachestream.listing.s3_listing import PAGE_NAMES, S3Listing, UnorderedError, open_s3_listing
-from cachestream.listing.walk import GoneError, Walk, open_walk
+from cachestream.listing.s3_listing import PAGE_NAMES, S3Listing, UnorderedError
+from cachestream.listing.walk import GoneError, Walk
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import public_name, redact
 
@@ -133,7 +133,7 @@ class FileList:
         self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
     ) -> Listing | None:
         """Return the first names, or all if these are few; None without names, or without pages."""
-        rest = (open_s3_listing if self.remote.is_s3 else open_walk)(self.remote, patterns, recursive)
+        rest = open_pages(self.remote, patterns, recursive)
         if rest is None:
             return None
         wanted, page_names = rest.num_first_names(), PAGE_NAMES

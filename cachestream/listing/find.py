@@ -1,11 +1,14 @@
-"""The files that URLs stand for, found all at once: folders, wildcards, ranges, and single files."""
+"""The files that URLs stand for, found all at once or page by page: folders, wildcards, ranges, single files."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Sequence
+from typing import Final
 
+from fsspec import get_filesystem_class
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError, SourceError
@@ -17,12 +20,16 @@ from cachestream.listing.patterns import (
     extension_of,
     local_path,
     parent_of,
+    split_wildcard,
     visible,
 )
 from cachestream.listing.s3_listing import S3Listing
-from cachestream.listing.walk import LocalFolders, in_order
+from cachestream.listing.walk import LocalFolders, Walk, in_order
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
+
+# fsspec's globs take "**" for a part of a name, too.
+_NOT_BY_FOLDER: Final = re.compile(r"[^/]\*\*|\*\*[^/]")
 
 
 def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> tuple[str, list[str]]:
@@ -64,6 +71,29 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
     return common_root(roots), sorted(set(paths))
 
 
+def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | Walk | None:
+    """Return the listing of `urls`, page by page, if these are one folder or wildcard; None: list them at once."""
+    if len(urls) != 1 or "::" in urls[0] or remote.is_web or remote.has_versions:
+        return None
+    (url,) = urls
+    if remote.is_local:
+        path = local_path(url)
+        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
+    path = str(get_filesystem_class(remote.protocol)._strip_protocol(url))
+    root, pattern = split_wildcard(path)
+    is_file = not pattern and extension_of(url)  # most likely
+    if is_file or not root.strip("/") or expand_braces(url) != [url]:
+        return None
+    # The name of a file may contain the signs of a wildcard.
+    if remote.is_s3:
+        listing = S3Listing(remote, root, pattern, recursive)
+        return None if pattern and listing.holds(pattern) else listing
+    if not (pattern or recursive) or (pattern and "/" not in pattern) or _NOT_BY_FOLDER.search(pattern):
+        return None
+    with map_errors(redact(url), secrets=remote.secrets):
+        return None if pattern and remote.open_for_listing()[0].isfile(path) else Walk(remote, root, pattern)
+
+
 def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
     """Return the root and the files of one URL."""
     path = local_path(url)
@@ -74,10 +104,10 @@ def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
         return root, [root + name for names in runs for name in names]
     if os.path.exists(path):
         return parent_of(path), [path]
-    magic = MAGIC.search(path)
-    if magic is None:
+    root, pattern = split_wildcard(path)
+    if not pattern:
         raise SourceError(f"{path}: no such file or folder; check the path")
-    return parent_of(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+    return root, list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
 
 
 class _RemoteFinder:
@@ -104,10 +134,8 @@ class _RemoteFinder:
             return self._folder(path, recursive) if path.endswith("/") else (parent_of(bare), [path])
         if self._remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
             raise SourceError("an S3 URL names one bucket: s3://bucket/…")
-        magic = self._magic.search(path)
-        if magic is not None:
-            found = self._matching(path)
-            return parent_of(path if found == [path] else path[: magic.start()]), found
+        if self._magic.search(path):
+            return self._matching(path)
         if url.endswith("/") or not path:
             return self._folder(path, recursive)
         if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
@@ -117,19 +145,22 @@ class _RemoteFinder:
 
     def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
         if self._remote.is_s3:  # the `find` of s3fs would keep a record of 2 kB for each file
-            listing = S3Listing.of(self._remote, path, recursive)
-            return listing.root, listing.matching(listing.paths())
+            root, _ = split_wildcard(path)
+            listing = S3Listing(self._remote, root, "", recursive)
+            return root, [root + name for name in listing.matching(listing.names())]
         root = path.rstrip("/") + "/" if path.strip("/") else ""
         found = self._filesystem.find(path, maxdepth=None if recursive else 1)
         return root, visible(root, found, recursive)
 
-    def _matching(self, pattern: str) -> list[str]:
-        """Return the files that match; only the file with the name `pattern` if there is one."""
+    def _matching(self, path: str) -> tuple[str, list[str]]:
+        """Return the root and the files that match; only the file with the name `path` if there is one."""
+        root, pattern = split_wildcard(path, self._magic)
         if self._remote.is_s3:
-            listing = S3Listing.of(self._remote, pattern, recursive=True)
-            found = listing.paths()
-            return [pattern] if pattern in found else listing.matching(found)
-        if self._filesystem.isfile(pattern):
-            return [pattern]
-        entries = self._filesystem.glob(pattern, detail=True)
-        return [path for path, info in entries.items() if info["type"] != "directory"]
+            listing = S3Listing(self._remote, root, pattern)
+            names = listing.names()
+            if pattern not in names:
+                return root, [root + name for name in listing.matching(names)]
+        elif not self._filesystem.isfile(path):
+            entries = self._filesystem.glob(path, detail=True)
+            return root, [name for name, info in entries.items() if info["type"] != "directory"]
+        return parent_of(path), [path]

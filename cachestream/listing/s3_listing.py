@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fsspec import get_filesystem_class
-from fsspec.utils import glob_translate
-
 from cachestream.errors import SourceError
 from cachestream.listing.names import Page
-from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, parent_of, visible
+from cachestream.listing.patterns import MAGIC, folder_filter, name_filter, visible
 from cachestream.transport.driver import result_of
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
@@ -30,31 +26,23 @@ class UnorderedError(SourceError):
 class S3Listing:
     """The files of a folder or of a wildcard on S3, a page at a time, from any name on.
 
-    All paths begin with `root` ("bucket/folder/"); `prefix` and `delimiter` are those of the requests.
-    `pattern` and `folder_pattern` are regular expressions for whole paths and for their folders, or "" for
-    all. Picklable.
+    All paths begin with `root` ("bucket/folder/"). `pattern` is a wildcard below it, or "" for all files that
+    are not hidden; of these, `recursive` includes those in folders. Picklable.
     """
 
     remote: Remote
     root: str
-    prefix: str
-    delimiter: str
-    pattern: str
-    recursive: bool
-    folder_pattern: str = ""
+    pattern: str = ""
+    recursive: bool = True
 
-    @classmethod
-    def of(cls, remote: Remote, path: str, recursive: bool) -> S3Listing:
-        """Return the listing of the folder or wildcard `path` ("bucket/folder"); `recursive`: for folders."""
-        magic = MAGIC.search(path)
-        if magic is None:
-            root = path.rstrip("/") + "/"
-            return cls(remote, root, root, "" if recursive else "/", "", recursive)
-        wild, (folder, _, last) = path[magic.start() :], path.rpartition("/")
-        delimiter = "" if "/" in wild or "**" in wild else "/"  # "/": all matches lie in one folder
-        below = "" if "**" in last else glob_translate(folder)
-        prefix = path[: magic.start()]
-        return cls(remote, parent_of(prefix), prefix, delimiter, glob_translate(path), recursive, below)
+    @property
+    def _prefix(self) -> str:
+        return self.root + MAGIC.split(self.pattern, maxsplit=1)[0]
+
+    @property
+    def _is_flat(self) -> bool:
+        """True if all files lie in one folder."""
+        return "/" not in self.pattern and "**" not in self.pattern if self.pattern else not self.recursive
 
     def num_first_names(self) -> int:
         """Return the number of names to list before the first sample. With 1, a single page is listed."""
@@ -65,62 +53,58 @@ class S3Listing:
 
         Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
-        bucket, _, key = self.prefix.partition("/")
-        start = (self.root + last).partition("/")[2] if last else ""
-        for answer in self.answers(key, self.delimiter, start, page_names):
-            keys: list[str] = [entry["Key"] for entry in answer.get("Contents", ())]
-            if any(b <= a for a, b in zip([start, *keys], keys, strict=False)):
+        for names, is_last in self._pages(last, page_names):
+            if any(b <= a for a, b in zip([last, *names], names, strict=False)):
                 raise UnorderedError(
                     f"{self._shown}: this store does not list by name; "
                     "give first_names=None to list all before"
                 )
-            start = keys[-1] if keys else start
-            names = [path[len(self.root) :] for path in self.matching([f"{bucket}/{one}" for one in keys])]
-            yield Page(names, not answer.get("IsTruncated"))
+            last = names[-1] if names else last
+            yield Page(self.matching(names), is_last)
 
-    def paths(self) -> list[str]:
-        """Return the paths of all objects below the prefix, as the store orders them."""
-        bucket, _, key = self.prefix.partition("/")
-        return [
-            f"{bucket}/{entry['Key']}"
-            for answer in self.answers(key, self.delimiter, "", PAGE_NAMES)
-            for entry in answer.get("Contents", ())
-        ]
+    def names(self) -> list[str]:
+        """Return the names of all objects below the prefix, as the store orders them."""
+        return [name for names, _ in self._pages("", PAGE_NAMES) for name in names]
+
+    def _pages(self, last: str, page_names: int) -> Iterator[tuple[list[str], bool]]:
+        """Yield the names of the objects after `last`, page by page; True with the last page."""
+        start, cut = (self.root + last) if last else "", len(self.root.partition("/")[2])
+        for answer in self._answers(self._prefix, "/" if self._is_flat else "", start, page_names):
+            keys = [str(entry["Key"]) for entry in answer.get("Contents", ())]
+            # An object may have the name of the folder itself.
+            yield [key[cut:] for key in keys if len(key) > cut], not answer.get("IsTruncated")
 
     def folders_in(self, parent: str) -> list[str]:
         """Return the folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
 
         Pages are requested until one holds files alone: folders after so many files are not found.
         """
-        if self.delimiter:
+        if self._is_flat:
             return []
-        bucket, _, key = (self.root + parent if parent else self.prefix).partition("/")
-        fits = re.compile(self.folder_pattern).match if self.folder_pattern else None
-        cut, found = len(self.root), list[str]()
-        for answer in self.answers(key, "/", "", PAGE_NAMES):
-            paths = [f"{bucket}/{entry['Prefix']}" for entry in answer.get("CommonPrefixes", ())]
-            if not paths:
+        found, may_match = list[str](), folder_filter(self.pattern)
+        cut = len(self.root.partition("/")[2])
+        for answer in self._answers(self.root + parent if parent else self._prefix, "/", "", PAGE_NAMES):
+            folders = [entry["Prefix"][cut:] for entry in answer.get("CommonPrefixes", ())]
+            if not folders:
                 break
-            if fits is not None:
-                paths = [path for path in paths if fits(path[:-1])]
-            elif not self.pattern:
-                paths = [path for path in paths if not path.startswith(".", cut + len(parent))]
-            found += [path[cut:] for path in paths]
+            is_hidden = () if self.pattern else f"{parent}."
+            found += [one for one in folders if may_match(one) and not one.startswith(is_hidden)]
         return found
 
     @property
     def _shown(self) -> str:
-        return redact(f"{self.remote.protocol}://{self.prefix}")
+        return redact(f"{self.remote.protocol}://{self._prefix}")
 
-    def answers(self, key: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
-        """Yield the answers of S3, page by page, for the prefix `key` and names after `start`."""
+    def _answers(self, prefix: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
+        """Yield the answers of S3, page by page, for paths that begin with `prefix` and come after `start`."""
         filesystem, _ = self.remote.open_for_listing()
+        bucket, _, key = prefix.partition("/")
         options = {
-            "Bucket": self.prefix.partition("/")[0],
+            "Bucket": bucket,
             "Prefix": key,
             "Delimiter": delimiter,
             "MaxKeys": names,
-            **({"StartAfter": start} if start else {}),
+            **({"StartAfter": start.partition("/")[2]} if start else {}),
             **filesystem.req_kw,
         }
         while True:
@@ -132,31 +116,12 @@ class S3Listing:
                 return
             options["ContinuationToken"] = answer["NextContinuationToken"]
 
-    def holds(self, path: str) -> bool:
-        """Return whether there is an object with the name `path`."""
-        key = path.partition("/")[2]
-        first = next(self.answers(key, "", "", 1))
+    def holds(self, name: str) -> bool:
+        """Return whether there is an object with this name below the root."""
+        key = (self.root + name).partition("/")[2]
+        first = next(self._answers(self.root + name, "", "", 1))
         return any(entry["Key"] == key for entry in first.get("Contents", ()))
 
-    def matching(self, paths: list[str]) -> list[str]:
-        """Return the paths of files that match the wildcard, or that are not hidden in the folder."""
-        if not self.pattern:
-            return visible(self.root, paths, self.recursive)
-        fits = re.compile(self.pattern).match
-        return [path for path in paths if fits(path) and not path.endswith("/")]
-
-
-def open_s3_listing(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | None:
-    """Return the listing of `urls` if these are one folder or wildcard on S3; None: list them at once."""
-    if len(urls) != 1 or not remote.is_s3 or expand_braces(urls[0]) != [urls[0]]:
-        return None
-    path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
-    if remote.has_versions or not path or MAGIC.search(path.partition("/")[0]):
-        return None
-    is_wild = MAGIC.search(path) is not None
-    if not is_wild and extension_of(urls[0]):
-        return None  # most likely a file
-    listing = S3Listing.of(remote, path, recursive)
-    return (
-        None if is_wild and listing.holds(path) else listing
-    )  # an object whose name contains wildcard signs
+    def matching(self, names: list[str]) -> list[str]:
+        """Return the names of files that match the wildcard, or that are not hidden in the folder."""
+        return name_filter(self.pattern)(names) if self.pattern else visible("", names, self.recursive)

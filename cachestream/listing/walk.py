@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
-from fsspec import get_filesystem_class
-from fsspec.utils import glob_translate
-
 from cachestream.errors import SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.listing.names import Page
-from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, local_path, parent_of
+from cachestream.listing.patterns import folder_filter, name_filter
 from cachestream.transport import metering
 from cachestream.transport.driver import Caller, result_of
 from cachestream.transport.remote import Remote
@@ -149,7 +145,7 @@ class Walk:
 
         Raises the errors of `map_errors`, and GoneError if the root is gone.
         """
-        keep, is_last = self.name_filter(), False
+        keep, is_last = name_filter(self.pattern), False
         with closing(_FolderLister(self)) as lister:
             for names, is_last in in_order(lister.for_folder, last):
                 yield Page(keep(names), is_last)
@@ -161,28 +157,6 @@ class Walk:
         with closing(_FolderLister(self)) as lister:
             return [f"{parent}{name}/" for name in lister.for_folder(parent).subfolders]
 
-    def name_filter(self) -> Callable[[list[str]], list[str]]:
-        """Return a function that selects the names of files that match."""
-        if not self.pattern:
-            return lambda names: names
-        fits = re.compile(glob_translate(self.pattern)).match
-        return lambda names: [name for name in names if fits(name)]
-
-    def folder_filter(self) -> Callable[[str], bool]:
-        """Return a predicate that is True for a folder that may hold files that match, at any depth."""
-        if not self.pattern:
-            return lambda _: True
-        levels = self.pattern.split("/")
-        deep = levels.index("**") if "**" in levels else None
-        fixed = levels[: -1 if deep is None else deep]
-        fits = [re.compile(glob_translate("/".join(fixed[: n + 1]))).match for n in range(len(fixed))]
-
-        def enter(folder: str) -> bool:
-            depth = folder.count("/")
-            return fits[depth - 1](folder[:-1]) is not None if depth <= len(fits) else deep is not None
-
-        return enter
-
     @property
     def shown(self) -> str:
         return redact(self.root if self.remote.is_local else f"{self.remote.protocol}://{self.root}")
@@ -193,7 +167,7 @@ class _FolderLister:
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
-        self._enter = walk.folder_filter()
+        self._may_match = folder_filter(walk.pattern)
         self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
         self._local = LocalFolders(walk.root) if walk.remote.is_local else None
         self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
@@ -211,7 +185,7 @@ class _FolderLister:
             )
         if not found.is_there:
             self.for_folder("")  # an error if all is gone
-        subfolders = [name for name in found.subfolders if self._enter(f"{folder}{name}/")]
+        subfolders = [name for name in found.subfolders if self._may_match(f"{folder}{name}/")]
         return found._replace(subfolders=subfolders)
 
     def _of_driver(self, folder: str, following: Sequence[str]) -> Folder:
@@ -253,28 +227,3 @@ class _FolderLister:
     def close(self) -> None:
         for future in self._ahead.values():
             future.cancel()
-
-
-def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:
-    """Return the walk through `urls` if these are one tree of folders; None: list them at once."""
-    if len(urls) != 1 or "::" in urls[0] or remote.is_s3 or remote.is_web or remote.has_versions:
-        return None
-    if remote.is_local:
-        path = local_path(urls[0])
-        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
-    path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
-    if not path.strip("/") or expand_braces(urls[0]) != [urls[0]]:
-        return None
-    magic = MAGIC.search(path)
-    if magic is None:
-        if not recursive or extension_of(urls[0]):
-            return None  # a single folder, or most likely a file
-        return Walk(remote, path.rstrip("/") + "/")
-    root = parent_of(path[: magic.start()])
-    pattern = path[len(root) :]
-    if not root.strip("/") or "/" not in pattern or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
-        return None
-    with map_errors(redact(urls[0]), secrets=remote.secrets):
-        if remote.open_for_listing()[0].isfile(path):
-            return None  # a file whose name contains wildcard signs
-    return Walk(remote, root, pattern)
