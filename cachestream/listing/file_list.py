@@ -21,6 +21,7 @@ from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_
 from cachestream.listing.names import Names, Page
 from cachestream.listing.patterns import (
     MAGIC,
+    absolute,
     extension_of,
     kind_of,
 )
@@ -106,7 +107,7 @@ class FileList:
             with tracing.span("list"):
                 first = None if first_names is None else self._first_pages(patterns, recursive, first_names)
                 self._listing = first or self._list_all(patterns, preferred, recursive)
-            self.identity = _identity(self.remote, patterns, self._wanted, recursive)
+            self.identity = _identity(patterns, self._wanted, recursive)
         self._secret_names: Names | None = None
         if self.remote.is_web and any("?" in name or "@" in name for name in self.names):
             self._secret_names = self.names
@@ -274,12 +275,9 @@ def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
     return tuple(sorted({f".{one.lstrip('.').lower()}" for one in given}))
 
 
-def _identity(
-    remote: Remote, patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool
-) -> tuple[str, ...]:
+def _identity(patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
     """Return the parts of a fingerprint that name the files: the URLs without secrets, and the filters."""
-    where = [os.path.abspath(os.path.expanduser(url)) if remote.is_local and "://" not in url else redact(url)
-             for url in patterns]  # fmt: skip
+    where = [redact(absolute(url)) for url in patterns]
     parts = [where[0]]
     if len(where) > 1:
         text = chr(0).join(where).encode("utf-8", "surrogateescape")

@@ -24,7 +24,7 @@ from fsspec.utils import get_protocol
 from cachestream.config import require
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.names import Names
-from cachestream.listing.patterns import local_path, parent_of
+from cachestream.listing.patterns import absolute, local_path, parent_of
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -160,7 +160,7 @@ class Manifest:
     def identity(self) -> tuple[str, ...]:
         """The parts of a fingerprint that name the list."""
         named = {"column": self.column, "label": self.label, "base": self.base}
-        where = _absolute(os.fspath(self.url))
+        where = absolute(os.fspath(self.url))
         return (
             redact(f"manifest:{where}"),
             *(redact(f"{name}={os.fspath(value)}") for name, value in named.items() if value is not None),
@@ -204,8 +204,8 @@ class Manifest:
 
     def _base(self, where: str) -> str:
         if self.base is not None:
-            return _absolute(os.fspath(self.base)).rstrip("/") + "/"
-        where = _absolute(where).partition("?")[0]
+            return absolute(os.fspath(self.base)).rstrip("/") + "/"
+        where = absolute(where).partition("?")[0]
         return where[: where.rfind("/") + 1]
 
     def _entries(self, file: Any) -> Iterator[Row]:
@@ -285,10 +285,6 @@ def _opened(remote: Remote, ending: str) -> Iterator[Any]:
 
 def _is_local(url: str) -> bool:
     return get_protocol(url) in ("file", "local")
-
-
-def _absolute(where: str) -> str:
-    return where if "://" in where else os.path.abspath(os.path.expanduser(where))
 
 
 def _join_to(base: str, shown: str) -> Callable[[str], str]:

@@ -52,6 +52,12 @@ def local_path(url: str) -> str:
     return os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
 
 
+def absolute(url: str) -> str:
+    """Return `url`; a path of this machine as an absolute one."""
+    is_path = "://" not in url and "::" not in url
+    return os.path.abspath(os.path.expanduser(url)) if is_path else url
+
+
 def parent_of(path: str) -> str:
     """Return the folder of `path` with its "/"; "" if `path` lies in none."""
     return path[: path.rfind("/") + 1]

@@ -36,7 +36,7 @@ from cachestream.sources.peers.index import (
     read_table,
 )
 from cachestream.sources.peers.litdata_formats import Container, leaf_names, leaf_reader
-from cachestream.sources.user_code import guard_user_code
+from cachestream.sources.user_code import call_decoder
 from cachestream.transport.stream import Stream
 
 _FRAMED: Final = b"LDFZ01\0\0"
@@ -129,8 +129,7 @@ class LitDataSource(IndexedSource):
                     raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
             for name, decoder in self._choice.decoders.items():
                 if isinstance(row[name], bytes):
-                    with guard_user_code(f"the decoder of '{name}'"):
-                        row[name] = decoder(row[name])
+                    row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
             columns = self._choice.columns
             yield number, row if columns is None else {name: row[name] for name in columns}
 
