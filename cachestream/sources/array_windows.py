@@ -112,7 +112,6 @@ class WindowGrid:
         return self.move(self._start(int(rng.integers(count)) for count in self.counts), rng)
 
     def move(self, start: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
-        """Return `start` moved by the jitter."""
         if not any(self.jitter):
             return start
         axes = zip(start, self.jitter, self.lengths, self.sizes, strict=True)

@@ -63,7 +63,6 @@ class Footer:
 
     @property
     def group_rows(self) -> list[int]:
-        """The number of rows in each row group."""
         return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def chunks(self, group: int) -> list[ColumnChunk]:
@@ -144,7 +143,6 @@ class Footers:
         return footer
 
     def drop(self, index: int) -> None:
-        """Drop the footer of file `index` from the cache."""
         with self._lock:
             _, nbytes = self._kept.pop(index, (None, 0))
             self._kept_bytes -= nbytes
