@@ -16,17 +16,16 @@ import xxhash
 from cachestream import tracing
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.find import find_files, open_pages
+from cachestream.listing.find import find_files
 from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
 from cachestream.listing.names import Names, Page
+from cachestream.listing.pages import PAGE_NAMES, GoneError, S3Listing, UnorderedError, Walk, open_pages
 from cachestream.listing.patterns import (
     MAGIC,
     absolute,
     extension_of,
     kind_of,
 )
-from cachestream.listing.s3_listing import PAGE_NAMES, S3Listing, UnorderedError
-from cachestream.listing.walk import GoneError, Walk
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import public_name, redact
 

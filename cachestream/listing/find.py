@@ -1,17 +1,15 @@
-"""The files that URLs stand for, found all at once or page by page: folders, wildcards, ranges, single files."""
+"""The files that URLs stand for, found all at once: folders, wildcards, ranges, and single files."""
 
 from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Sequence
-from typing import Final
 
-from fsspec import get_filesystem_class
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.pages import LocalFolders, S3Listing, in_order
 from cachestream.listing.patterns import (
     MAGIC,
     WEB_MAGIC,
@@ -23,13 +21,8 @@ from cachestream.listing.patterns import (
     split_wildcard,
     visible,
 )
-from cachestream.listing.s3_listing import S3Listing
-from cachestream.listing.walk import LocalFolders, Walk, in_order
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
-
-# fsspec's globs take "**" for a part of a name, too.
-_NOT_BY_FOLDER: Final = re.compile(r"[^/]\*\*|\*\*[^/]")
 
 
 def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> tuple[str, list[str]]:
@@ -69,29 +62,6 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
         if len(paths) == known:
             raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
     return common_root(roots), sorted(set(paths))
-
-
-def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | Walk | None:
-    """Return the listing of `urls`, page by page, if these are one folder or wildcard; None: list them at once."""
-    if len(urls) != 1 or "::" in urls[0] or remote.is_web or remote.has_versions:
-        return None
-    (url,) = urls
-    if remote.is_local:
-        path = local_path(url)
-        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
-    path = str(get_filesystem_class(remote.protocol)._strip_protocol(url))
-    root, pattern = split_wildcard(path)
-    is_file = not pattern and extension_of(url)  # most likely
-    if is_file or not root.strip("/") or expand_braces(url) != [url]:
-        return None
-    # The name of a file may contain the signs of a wildcard.
-    if remote.is_s3:
-        listing = S3Listing(remote, root, pattern, recursive)
-        return None if pattern and listing.holds(pattern) else listing
-    if not (pattern or recursive) or (pattern and "/" not in pattern) or _NOT_BY_FOLDER.search(pattern):
-        return None
-    with map_errors(redact(url), secrets=remote.secrets):
-        return None if pattern and remote.open_for_listing()[0].isfile(path) else Walk(remote, root, pattern)
 
 
 def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.listing.names import Names
-from cachestream.listing.s3_listing import PAGE_NAMES, S3Listing
+from cachestream.listing.pages import PAGE_NAMES, S3Listing
 from cachestream.sources.base import as_incremental, is_source, units_of
 from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
