@@ -309,7 +309,6 @@ def _has_ended(worker: Worker, timeout_s: float) -> bool:
 
 
 def say(line: str) -> None:
-    """Print one line on stderr."""
     _console(stderr=True).print(line, soft_wrap=True)
 
 

@@ -137,7 +137,6 @@ class _Panel:
         return size, rates, network, waits, epochs, uses
 
     def update(self, reading: Reading) -> None:
-        """Show `reading`."""
         self._head.text = head_html(reading)
         self._live.stream(
             {name: [value] for name, value in _live(reading, self._factor).items()}, rollover=2 * _POINTS
@@ -261,7 +260,6 @@ def _facts(reading: Reading, status: CacheStatus) -> Iterable[tuple[str, str]]:
 
 
 def _ranks(status: CacheStatus) -> str:
-    """A table of the loaders."""
     if not status.loaders:
         return ""
     names = ("rank", "pid", "epoch", "samples in it", "batches", "samples/s", "waiting")

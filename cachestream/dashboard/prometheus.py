@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -76,7 +76,7 @@ _OF_LOADER: Final[_Table[LoaderReport]] = (
 )
 
 
-class _Families:
+class _Families(Collector):
     """Metric families by name; a name that ends in "_total" is a counter."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Families:
             self._found[full] = family(full, text, labels=list(labels))
         self._found[full].add_metric(list(labels.values()), value)
 
-    def __iter__(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
         return iter(self._found.values())
 
 
@@ -120,25 +120,15 @@ def _add_loader(families: _Families, cache: str, loader: LoaderReport) -> None:
         families.add(name, text, labels, value(loader))
 
 
-class _Readings(Collector):
-    def __init__(self, readings: Iterable[Reading]) -> None:
-        self._readings = readings
-
-    def collect(self) -> Iterator[Metric]:
-        families = _Families()
-        for reading in self._readings:
-            text = "1 if the cache could be read."
-            families.add("cache_up", text, {"cache": reading.path}, int(reading.status is not None))
-            if reading.status is not None:
-                _add_status(families, reading.status)
-                for loader in reading.status.loaders:
-                    _add_loader(families, reading.path, loader)
-        yield from families
-
-
 def metrics_text(readings: Iterable[Reading]) -> bytes:
     """The metrics of `readings` in Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Readings(list(readings)))
-    text: bytes = generate_latest(registry)
-    return text
+    families = _Families()
+    for reading in readings:
+        text = "1 if the cache could be read."
+        families.add("cache_up", text, {"cache": reading.path}, int(reading.status is not None))
+        if reading.status is not None:
+            _add_status(families, reading.status)
+            for loader in reading.status.loaders:
+                _add_loader(families, reading.path, loader)
+    text_of_all: bytes = generate_latest(families)
+    return text_of_all

@@ -122,7 +122,6 @@ class CacheWatch:
 
     @property
     def exists(self) -> bool:
-        """True if there is a cache."""
         return os.path.exists(self._directory.catalogue)
 
     def look(self) -> Reading:

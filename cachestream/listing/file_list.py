@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, Literal
 
 import xxhash
@@ -17,14 +18,14 @@ from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.find import find_files
 from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
-from cachestream.listing.names import Names, NamesBuilder, Page
+from cachestream.listing.names import Names, Page
+from cachestream.listing.pages import PAGE_NAMES, GoneError, S3Listing, UnorderedError, Walk, open_pages
 from cachestream.listing.patterns import (
     MAGIC,
+    absolute,
     extension_of,
     kind_of,
 )
-from cachestream.listing.s3_listing import PAGE_NAMES, S3Listing, UnorderedError, open_s3_listing
-from cachestream.listing.walk import GoneError, Walk, open_walk
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import public_name, redact
 
@@ -105,7 +106,7 @@ class FileList:
             with tracing.span("list"):
                 first = None if first_names is None else self._first_pages(patterns, recursive, first_names)
                 self._listing = first or self._list_all(patterns, preferred, recursive)
-            self.identity = _identity(self.remote, patterns, self._wanted, recursive)
+            self.identity = _identity(patterns, self._wanted, recursive)
         self._secret_names: Names | None = None
         if self.remote.is_web and any("?" in name or "@" in name for name in self.names):
             self._secret_names = self.names
@@ -132,7 +133,7 @@ class FileList:
         self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
     ) -> Listing | None:
         """Return the first names, or all if these are few; None without names, or without pages."""
-        rest = (open_s3_listing if self.remote.is_s3 else open_walk)(self.remote, patterns, recursive)
+        rest = open_pages(self.remote, patterns, recursive)
         if rest is None:
             return None
         wanted, page_names = rest.num_first_names(), PAGE_NAMES
@@ -197,13 +198,8 @@ class FileList:
         with _completion_lock:
             if not self.is_open:
                 return
-            names = NamesBuilder()
-            for name in self.names:
-                names.add(name)
-            for page in self.more(self.names[-1]):
-                for name in page.names:
-                    names.add(name)
-            self._listing = replace(self._listing, names=names.names(), rest=None)
+            rest = chain.from_iterable(page.names for page in self.more(self.names[-1]))
+            self._listing = replace(self._listing, names=Names(chain(self.names, rest)), rest=None)
 
     def folders_ahead(self, parent: str) -> set[str]:
         """Return the folders in `parent` ("a/"; the root: "") that an open list has yet to list or end."""
@@ -278,12 +274,9 @@ def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
     return tuple(sorted({f".{one.lstrip('.').lower()}" for one in given}))
 
 
-def _identity(
-    remote: Remote, patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool
-) -> tuple[str, ...]:
+def _identity(patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
     """Return the parts of a fingerprint that name the files: the URLs without secrets, and the filters."""
-    where = [os.path.abspath(os.path.expanduser(url)) if remote.is_local and "://" not in url else redact(url)
-             for url in patterns]  # fmt: skip
+    where = [redact(absolute(url)) for url in patterns]
     parts = [where[0]]
     if len(where) > 1:
         text = chr(0).join(where).encode("utf-8", "surrogateescape")

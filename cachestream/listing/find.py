@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.pages import LocalFolders, S3Listing, in_order
 from cachestream.listing.patterns import (
     MAGIC,
     WEB_MAGIC,
@@ -17,10 +18,9 @@ from cachestream.listing.patterns import (
     extension_of,
     local_path,
     parent_of,
+    split_wildcard,
     visible,
 )
-from cachestream.listing.s3_listing import S3Listing
-from cachestream.listing.walk import LocalFolders, in_order
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -74,10 +74,10 @@ def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
         return root, [root + name for names in runs for name in names]
     if os.path.exists(path):
         return parent_of(path), [path]
-    magic = MAGIC.search(path)
-    if magic is None:
+    root, pattern = split_wildcard(path)
+    if not pattern:
         raise SourceError(f"{path}: no such file or folder; check the path")
-    return parent_of(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+    return root, list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
 
 
 class _RemoteFinder:
@@ -104,10 +104,8 @@ class _RemoteFinder:
             return self._folder(path, recursive) if path.endswith("/") else (parent_of(bare), [path])
         if self._remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
             raise SourceError("an S3 URL names one bucket: s3://bucket/…")
-        magic = self._magic.search(path)
-        if magic is not None:
-            found = self._matching(path)
-            return parent_of(path if found == [path] else path[: magic.start()]), found
+        if self._magic.search(path):
+            return self._matching(path)
         if url.endswith("/") or not path:
             return self._folder(path, recursive)
         if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
@@ -117,19 +115,22 @@ class _RemoteFinder:
 
     def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
         if self._remote.is_s3:  # the `find` of s3fs would keep a record of 2 kB for each file
-            listing = S3Listing.of(self._remote, path, recursive)
-            return listing.root, listing.matching(listing.paths())
+            root, _ = split_wildcard(path)
+            listing = S3Listing(self._remote, root, "", recursive)
+            return root, [root + name for name in listing.matching(listing.names())]
         root = path.rstrip("/") + "/" if path.strip("/") else ""
         found = self._filesystem.find(path, maxdepth=None if recursive else 1)
         return root, visible(root, found, recursive)
 
-    def _matching(self, pattern: str) -> list[str]:
-        """Return the files that match; only the file with the name `pattern` if there is one."""
+    def _matching(self, path: str) -> tuple[str, list[str]]:
+        """Return the root and the files that match; only the file with the name `path` if there is one."""
+        root, pattern = split_wildcard(path, self._magic)
         if self._remote.is_s3:
-            listing = S3Listing.of(self._remote, pattern, recursive=True)
-            found = listing.paths()
-            return [pattern] if pattern in found else listing.matching(found)
-        if self._filesystem.isfile(pattern):
-            return [pattern]
-        entries = self._filesystem.glob(pattern, detail=True)
-        return [path for path, info in entries.items() if info["type"] != "directory"]
+            listing = S3Listing(self._remote, root, pattern)
+            names = listing.names()
+            if pattern not in names:
+                return root, [root + name for name in listing.matching(names)]
+        elif not self._filesystem.isfile(path):
+            entries = self._filesystem.glob(path, detail=True)
+            return root, [name for name, info in entries.items() if info["type"] != "directory"]
+        return parent_of(path), [path]

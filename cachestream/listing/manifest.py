@@ -23,8 +23,8 @@ from fsspec.utils import get_protocol
 
 from cachestream.config import require
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.names import Names, NamesBuilder
-from cachestream.listing.patterns import local_path, parent_of
+from cachestream.listing.names import Names
+from cachestream.listing.patterns import absolute, local_path, parent_of
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -160,7 +160,7 @@ class Manifest:
     def identity(self) -> tuple[str, ...]:
         """The parts of a fingerprint that name the list."""
         named = {"column": self.column, "label": self.label, "base": self.base}
-        where = _absolute(os.fspath(self.url))
+        where = absolute(os.fspath(self.url))
         return (
             redact(f"manifest:{where}"),
             *(redact(f"{name}={os.fspath(value)}") for name, value in named.items() if value is not None),
@@ -204,8 +204,8 @@ class Manifest:
 
     def _base(self, where: str) -> str:
         if self.base is not None:
-            return _absolute(os.fspath(self.base)).rstrip("/") + "/"
-        where = _absolute(where).partition("?")[0]
+            return absolute(os.fspath(self.base)).rstrip("/") + "/"
+        where = absolute(where).partition("?")[0]
         return where[: where.rfind("/") + 1]
 
     def _entries(self, file: Any) -> Iterator[Row]:
@@ -287,10 +287,6 @@ def _is_local(url: str) -> bool:
     return get_protocol(url) in ("file", "local")
 
 
-def _absolute(where: str) -> str:
-    return where if "://" in where else os.path.abspath(os.path.expanduser(where))
-
-
 def _join_to(base: str, shown: str) -> Callable[[str], str]:
     """Return a function that turns a name in the list into a URL, or into a path if `base` is a path."""
     is_local = _is_local(base)
@@ -328,26 +324,30 @@ def read_manifest(
     `wanted` are the endings of the files to keep; () for all. Raises ConfigError for a URL of another scheme
     than that of `remote`.
     """
-    path_of, root = _driver_paths(remote), ""
-    names, labels = NamesBuilder(), LabelsBuilder()
-    with closing(manifest.rows(storage_options)) as rows:
-        for url, label in rows:
-            if wanted and not redact(url).lower().endswith(wanted):
-                continue
+    path_of, root, labels = _driver_paths(remote), "", LabelsBuilder()
+
+    def paths(rows: Iterator[Row]) -> Iterator[str]:
+        nonlocal root
+        kept = (row for row in rows if not wanted or redact(row[0]).lower().endswith(wanted))
+        for number, (url, label) in enumerate(kept):
             path = path_of(url)
-            if not len(names):
+            if not number:
                 root = parent_of(path.partition("?")[0])
             while not path.startswith(root):
                 root = parent_of(root[:-1])
-            names.add(path)
             if manifest.label is not None:
                 labels.add(label)
-    if not len(names):
+            yield path
+
+    with closing(manifest.rows(storage_options)) as rows:
+        names = Names(paths(rows))
+    if not names:
         raise SourceError(
             f"{manifest.shown}: no file of the manifest ends in {', '.join(wanted)}; check extensions="
         )
-    root = "" if root.endswith("://") else root  # not up to a URL's scheme alone
-    return root, names.names(root), None if manifest.label is None else labels.labels()
+    cut = 0 if root.endswith("://") else len(root)  # not up to a URL's scheme alone
+    below = Names(name[cut:] for name in names)
+    return root[:cut], below, None if manifest.label is None else labels.labels()
 
 
 def _driver_paths(remote: Remote) -> Callable[[str], str]:

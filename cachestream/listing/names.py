@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pickle import PickleBuffer
 from typing import Any, Final, NamedTuple, overload
 
@@ -45,10 +45,13 @@ class Names(Sequence[str]):
     __slots__ = ("_held",)
 
     def __init__(self, names: Iterable[str]) -> None:
-        encoded = list(map(os.fsencode, names))
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
-        self._hold(b"".join(encoded), offsets)
+        block, sizes, rest = bytearray(), array("q"), iter(names)
+        while batch := list(map(os.fsencode, islice(rest, _NAMES_PER_BATCH))):
+            block += b"".join(batch)
+            sizes.extend(map(len, batch))
+        offsets = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        self._hold(bytes(block), offsets)
 
     def _hold(self, block: bytes | memoryview, offsets: IntArray) -> None:
         offsets.flags.writeable = False
@@ -111,35 +114,6 @@ class Names(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"<{len(self):,} names, {self.nbytes:,} bytes>"
-
-
-class NamesBuilder:
-    """A builder of Names, which keeps no Python object for each."""
-
-    def __init__(self) -> None:
-        self._block = bytearray()
-        self._offsets = array("q", [0])
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def add(self, name: str) -> None:
-        self._block += os.fsencode(name)
-        self._offsets.append(len(self._block))
-
-    def names(self, root: str = "") -> Names:
-        """Return the names without `root`, with which all must begin. Leaves the builder empty."""
-        cut, count = len(os.fsencode(root)), len(self)
-        offsets = np.frombuffer(self._offsets, np.int64)
-        block, self._block = self._block, bytearray()
-        if cut:
-            whole, block = memoryview(block), bytearray()
-            for first in range(0, count, _NAMES_PER_BATCH):
-                ends = offsets[first : first + _NAMES_PER_BATCH + 1].tolist()
-                block += b"".join(whole[a + cut : b] for a, b in pairwise(ends))
-        offsets = offsets - cut * np.arange(count + 1)
-        self._offsets = array("q", [0])
-        return Names.of_block(bytes(block), offsets)
 
 
 _OFFSET_BYTES: Final = 8

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
+
+from fsspec.utils import glob_translate
 
 from cachestream.errors import ConfigError
 from cachestream.transport.remote_errors import redact
@@ -50,9 +52,48 @@ def local_path(url: str) -> str:
     return os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
 
 
+def absolute(url: str) -> str:
+    """Return `url`; a path of this machine as an absolute one."""
+    is_path = "://" not in url and "::" not in url
+    return os.path.abspath(os.path.expanduser(url)) if is_path else url
+
+
 def parent_of(path: str) -> str:
     """Return the folder of `path` with its "/"; "" if `path` lies in none."""
     return path[: path.rfind("/") + 1]
+
+
+def split_wildcard(path: str, magic: re.Pattern[str] = MAGIC) -> tuple[str, str]:
+    """Split `path` into a folder, with its "/", and the wildcard below it; "" for a path without a wildcard."""
+    match = magic.search(path)
+    if match is None:
+        return path.rstrip("/") + "/", ""
+    root = parent_of(path[: match.start()])
+    return root, path[len(root) :]
+
+
+def name_filter(pattern: str) -> Callable[[list[str]], list[str]]:
+    """Return a function that selects the names of files that match a wildcard; of "", all."""
+    if not pattern:
+        return lambda names: names
+    fits = re.compile(glob_translate(pattern)).match
+    return lambda names: [name for name in names if fits(name) and not name.endswith("/")]
+
+
+def folder_filter(pattern: str) -> Callable[[str], bool]:
+    """Return a predicate that is True for a folder ("a/b/") that may hold files that match, at any depth."""
+    if not pattern:
+        return lambda _: True
+    levels = pattern.split("/")
+    deep = levels.index("**") if "**" in levels else None
+    fixed = levels[: -1 if deep is None else deep]
+    fits = [re.compile(glob_translate("/".join(fixed[: n + 1]))).match for n in range(len(fixed))]
+
+    def may_match(folder: str) -> bool:
+        depth = folder.count("/")
+        return fits[depth - 1](folder[:-1]) is not None if depth <= len(fits) else deep is not None
+
+    return may_match
 
 
 def common_root(roots: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.config import whole_number
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.values import ArrayLayout, parse_header
 from cachestream.transport.remote import Remote
@@ -31,32 +32,28 @@ BATCH_BYTES: Final = 32 << 20  # of bands with gaps, or of chunks, in memory at 
 def window_of(window: Any, ndim: int, name: str) -> Sizes:
     """Return `window` as one size for each axis, None for a whole axis. Raises ConfigError."""
     given = tuple(window) if isinstance(window, tuple | list) else (window,)
-    for size in given:
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
-        ):
-            raise ConfigError(
-                f"window={window!r}: give a length along the first axis, or one for each axis, "
-                "None for all of it"
-            )
-    if len(given) > ndim:
-        raise ConfigError(f"window={window!r} has {len(given)} axes, {name} has {ndim}")
-    sizes = tuple(None if size is None else int(size) for size in given)
-    if not any(size is not None for size in sizes):
+    sizes = tuple(None if size is None else whole_number(size) or 0 for size in given)
+    lengths = [size for size in sizes if size is not None]
+    if min(lengths, default=1) < 1:
+        raise ConfigError(
+            f"window={window!r}: give a length along the first axis, or one for each axis, None for all of it"
+        )
+    if len(sizes) > ndim:
+        raise ConfigError(f"window={window!r} has {len(sizes)} axes, {name} has {ndim}")
+    if not lengths:
         raise ConfigError(f"window={window!r} is all of {name}: give a length for at least one axis")
     return (*sizes, *(None,) * (ndim - len(sizes)))
 
 
 def _per_axis(value: Any, name: str, count: int, least: int) -> tuple[int, ...]:
     """Return `value`, an int for all axes or one for each, as a tuple. Raises ConfigError below `least`."""
-    given = tuple(value) if isinstance(value, tuple | list) else (value,) * count
-    if len(given) != count or any(
-        isinstance(one, bool) or not isinstance(one, int | np.integer) or one < least for one in given
-    ):
+    given = value if isinstance(value, tuple | list) else (value,) * count
+    numbers = [number for number in map(whole_number, given) if number is not None and number >= least]
+    if len(numbers) != len(given) or len(given) != count:
         raise ConfigError(
             f"{name}={value!r}: give an int of at least {least}, or {count} of them, one a cut axis"
         )
-    return tuple(int(one) for one in given)
+    return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,6 @@ class WindowGrid:
         return self.move(self._start(int(rng.integers(count)) for count in self.counts), rng)
 
     def move(self, start: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
-        """Return `start` moved by the jitter."""
         if not any(self.jitter):
             return start
         axes = zip(start, self.jitter, self.lengths, self.sizes, strict=True)
@@ -150,7 +146,6 @@ class NpyArray:
     chunks: tuple[int, ...] | None = None
 
     def __init__(self, remote: Remote, path: str, shown: str) -> None:
-        self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
         self._file = RemoteObject(remote, path, shown)
         self.shown = shown
         self._layout = patiently(self._read_header)
@@ -158,7 +153,7 @@ class NpyArray:
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
-        return read_window(self._file, self._layout, start, size, self._gap_bytes)
+        return read_window(self._file, self._layout, start, size)
 
     def _read_header(self) -> ArrayLayout:
         file = self._file
@@ -223,12 +218,13 @@ def plan_bands(
 
 
 def read_window(
-    file: RemoteObject, layout: ArrayLayout, start: Sequence[int], size: Sequence[int], gap_bytes: int
+    file: RemoteObject, layout: ArrayLayout, start: Sequence[int], size: Sequence[int]
 ) -> npt.NDArray[Any]:
     """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
     shape, dtype = layout.shape, layout.dtype
     if layout.fortran_order:
         shape, start, size = shape[::-1], start[::-1], size[::-1]
+    gap_bytes = LOCAL_GAP_BYTES if file.remote.is_local else GAP_BYTES
     bands = plan_bands(shape, dtype.itemsize, start, size, gap_bytes)
     window = np.empty(tuple(size), dtype)
     if window.size:

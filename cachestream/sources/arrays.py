@@ -26,6 +26,7 @@ from cachestream.listing.file_list import Url
 from cachestream.listing.patterns import (
     HDF5_ENDINGS,
     MAGIC,
+    absolute,
     expand_braces,
     is_zarr,
     local_path,
@@ -369,14 +370,6 @@ def _shares(weights: Any, count: int) -> npt.NDArray[np.float64]:
     return shares
 
 
-def _identity(url: str) -> str:
-    """Return `url` without secrets, and a local path as an absolute one."""
-    outer, _ = split_dataset(url)
-    if get_protocol(outer) != "file" or "://" in outer:
-        return redact(url)
-    return os.path.abspath(os.path.expanduser(outer)) + url.removeprefix(outer)
-
-
 def _fingerprint(
     given: Mapping[str, Sequence[str]],
     windows: str,
@@ -387,7 +380,8 @@ def _fingerprint(
 ) -> str:
     parts = []
     for name, urls in given.items():
-        where = [_identity(url) for url in urls]
+        outers = [split_dataset(url)[0] for url in urls]
+        where = [redact(absolute(one)) + url.removeprefix(one) for one, url in zip(outers, urls, strict=True)]
         text = chr(0).join(where).encode("utf-8", "surrogateescape")
         more = f" and {len(where) - 1} more {xxhash.xxh3_64_hexdigest(text)}" if len(where) > 1 else ""
         parts.append(f"{name}={where[0]}{more}")

@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, SampleError, SourceError
-from cachestream.sources.array_windows import BATCH_BYTES, LOCAL_GAP_BYTES, read_window
+from cachestream.sources.array_windows import BATCH_BYTES, read_window
 from cachestream.sources.decode.values import ArrayLayout
 from cachestream.sources.user_code import CallLock
 from cachestream.transport import metering
-from cachestream.transport.file_objects import BlockFile
+from cachestream.transport.file_objects import SeekableFile
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
-from cachestream.transport.remote_object import GAP_BYTES, RemoteObject
+from cachestream.transport.remote_object import RemoteObject
 
 MAX_CHUNK_BYTES: Final = 4 << 30
 _DEFLATE: Final = 1
@@ -127,7 +127,6 @@ class Hdf5Array:
 
     def __init__(self, remote: Remote, path: str, shown: str, name: str | None) -> None:
         self._remote, self._path, self._name = remote, path, name
-        self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
         self.shown = shown if name is None else f"{shown}::/{name.lstrip('/')}"
         self._reset()
         with self._dataset() as found:
@@ -139,7 +138,7 @@ class Hdf5Array:
         self._h5py = require("h5py", "hdf5", "an HDF5 file")
         self._pid = os.getpid()
         self._opened: Any = None
-        self._metadata: BlockFile | None = None
+        self._metadata: SeekableFile | None = None
         self._index: dict[tuple[int, ...], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +161,7 @@ class Hdf5Array:
     def _read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         file, storage = self._file, self._storage
         if isinstance(storage, ArrayLayout):
-            return read_window(file, storage, start, size, self._gap_bytes)
+            return read_window(file, storage, start, size)
         if isinstance(storage, ChunkLayout):
             window = self._read_chunks(file, storage, start, size)
             if window is not None:
@@ -242,7 +241,7 @@ class Hdf5Array:
         if self._remote.is_local:
             file = self._open_local()
         else:
-            self._metadata = BlockFile(self._file)
+            self._metadata = SeekableFile(self._file)
             file = self._h5py.File(self._metadata, "r")
         self._opened = self._choose(file)
         self._index = {}

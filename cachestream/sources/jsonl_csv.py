@@ -236,7 +236,6 @@ def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_fields(value: Any) -> dict[str, Any]:
-    """Return the fields of the value in a line."""
     if not isinstance(value, dict):
         return {"json": json_field(value)}
     flat = plain_fields(value, {})

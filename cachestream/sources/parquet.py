@@ -26,7 +26,7 @@ from cachestream.sources.decode.table_columns import ColumnOptions, same_columns
 from cachestream.sources.fields import Defaults
 from cachestream.sources.sample_files import FileUnits, SampleFiles, parts_for_diversity
 from cachestream.transport import object_limit
-from cachestream.transport.file_objects import SpanFile
+from cachestream.transport.file_objects import SeekableFile
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
 from cachestream.transport.remote_object import RemoteObject, patiently
 
@@ -63,7 +63,6 @@ class Footer:
 
     @property
     def group_rows(self) -> list[int]:
-        """The number of rows in each row group."""
         return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def chunks(self, group: int) -> list[ColumnChunk]:
@@ -99,7 +98,7 @@ class Footer:
         return ColumnChunk(start, start + nbytes, max(0, column.total_uncompressed_size))
 
 
-class _UnreadableFile(SpanFile):
+class _UnreadableFile(SeekableFile):
     """A file whose reads fail."""
 
     def __init__(self, file: RemoteObject) -> None:
@@ -144,7 +143,6 @@ class Footers:
         return footer
 
     def drop(self, index: int) -> None:
-        """Drop the footer of file `index` from the cache."""
         with self._lock:
             _, nbytes = self._kept.pop(index, (None, 0))
             self._kept_bytes -= nbytes
@@ -338,7 +336,7 @@ class ParquetSource(SampleFiles):
             1, footer.metadata.row_group(group).num_rows
         )
         spans = [(chunk.start, chunk.stop) for chunk in chunks] if packed <= PREFETCH_BYTES else []
-        file = SpanFile(footer.file, spans)
+        file = SeekableFile(footer.file, spans)
         try:
             table = parquet.ParquetFile(
                 file,

@@ -110,12 +110,10 @@ class SampleFiles:
     def _open(
         self, index: int, start: int = 0, likely_stop: int | None = None
     ) -> AbstractContextManager[Stream]:
-        """Open file `index` as a stream; see `open_stream`."""
         files = self._files
         return open_stream(files.remote, files.path(index), files.where(index), start, likely_stop)
 
     def _size(self, index: int) -> int:
-        """Return the size of file `index` in bytes. Raises the errors of `size_of`."""
         files = self._files
         return size_of(files.remote, files.path(index), files.where(index))
 

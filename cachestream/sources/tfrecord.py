@@ -130,7 +130,6 @@ class TFRecordSource(CutFiles):
         problems.raise_any()
 
     def _read(self, index: int, part: int, problems: Problems) -> Iterator[Records]:
-        """Yield the records of a part of file `index`."""
         checksum = load_checksum() if self._check_crc else None
         if self._num_parts == 1:
             with self._open(index) as stream:

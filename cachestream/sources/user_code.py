@@ -65,7 +65,7 @@ def guard_user_code(what: str) -> Iterator[None]:
         raise SampleError(message) from error
 
 
-def call_decoder(what: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
+def call_decoder(what: str, decoder: Callable[[bytes], Any], data: bytes | memoryview) -> Any:
     """Decode `data` by the user's `decoder`, called `what` in messages. Raises as `guard_user_code` does."""
     with guard_user_code(what):
         return decoder(bytes(data))

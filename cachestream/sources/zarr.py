@@ -89,7 +89,6 @@ _per_thread = threading.local()
 
 
 def _loop() -> _Loop:
-    """Return the event loop of this thread."""
     loop: _Loop | None = getattr(_per_thread, "loop", None)
     if loop is None or loop.pid != os.getpid():
         loop = _per_thread.loop = _Loop()

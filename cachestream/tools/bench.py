@@ -48,7 +48,6 @@ class Rate:
         return self.num_samples / self.seconds
 
     def to_dict(self) -> dict[str, float]:
-        """Plain values, for JSON."""
         return {
             "samples_per_s": self.samples_per_s,
             "bytes_per_s": self.bytes_per_s,

@@ -118,7 +118,6 @@ class Forecast:
     fetched_bytes: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -382,7 +381,6 @@ class Plan:
         return cls(forecast, tuple(_advice(forecast, stages)), price)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

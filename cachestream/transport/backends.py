@@ -318,7 +318,6 @@ def _closed_connections() -> Iterator[None]:
 
 
 def _version_of_info(info: dict[str, Any]) -> Version:
-    """Return the version that the `info` of a driver tells."""
     size = info.get("size")
     tag = "|".join(str(info[name]) for name in _VERSION_NAMES if name in info)
     return Version(-1 if size is None else int(size), tag)

@@ -129,7 +129,6 @@ class RangeRequest:
             self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         body, self._body = self._body, None
         if body is not None:
             body.close()

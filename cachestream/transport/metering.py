@@ -166,15 +166,10 @@ class Throttle:
             os.pwrite(self._fd, _PAID.pack(paid_s), 0)
         return max(0.0, paid_s - now_s - BURST_S)
 
-    def spend(self, nbytes: int, on_wait: Callable[[], None] | None = None) -> None:
-        """Spend `nbytes`; block until they are paid for, and call `on_wait` at least once a second."""
-        if nbytes <= 0:
-            return
-        deadline_s = time.monotonic() + self.reserve(nbytes)
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, TICK_S))
-            if on_wait is not None:
-                on_wait()
+    def spend(self, nbytes: int) -> None:
+        """Spend `nbytes`; wait until they are paid for (see `wait`)."""
+        if nbytes > 0:
+            wait(self.reserve(nbytes))
 
     def close(self) -> None:
         """Close the file; the Throttle must not be used again."""

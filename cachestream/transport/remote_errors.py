@@ -246,7 +246,6 @@ def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] =
 
 
 def _mapped(error: Exception, what: str, one_of_many: bool, secrets: Iterable[str]) -> SourceError:
-    """Return the error that `map_errors` raises for `error`."""
     if isinstance(error, TooLargeError):
         return SampleError(f"{what}: {error}")
     kind = classify_and_report(error)

@@ -12,10 +12,11 @@ import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.listing.names import Names
-from cachestream.listing.s3_listing import PAGE_NAMES
+from cachestream.listing.pages import PAGE_NAMES, S3Listing
 from cachestream.sources.base import as_incremental, is_source, units_of
 from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
+from cachestream.transport.remote import Remote
 from tests.sources.reading import keys
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
@@ -86,6 +87,20 @@ def test_a_listing_by_pages_is_the_one_at_once(
     assert paged.listing_digest == whole.listing_digest
     assert set(paged.label_names) >= set(whole.label_names)
     assert not paged.is_listing
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "*.jpg", "**/*.jpg"])
+def test_objects_that_stand_for_folders_are_no_files(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    """As S3's console makes them, and this server does not."""
+    keys = [["a/", "a/1.jpg"], ["a/b/"], ["a/b/2.jpg"]]
+    answers = [{"Contents": [{"Key": key} for key in page], "IsTruncated": page != keys[-1]} for page in keys]
+    monkeypatch.setattr(S3Listing, "_answers", lambda *_: iter(answers))
+    listing = S3Listing(Remote("s3://bucket/a"), "bucket/a/", pattern)
+    found = ["1.jpg"] if pattern == "*.jpg" else ["1.jpg", "b/2.jpg"]
+    pages = list(listing.after(""))
+    assert [name for page in pages for name in page.names] == found
+    assert [page.is_last for page in pages] == [False, False, True]
+    assert listing.matching(listing.names()) == found
 
 
 @pytest.mark.parametrize("first_names", [7, None])

@@ -12,9 +12,9 @@ import fsspec
 import pytest
 
 from cachestream.errors import SourceError, SourceUnavailableError
-from cachestream.listing import walk as walk_module
+from cachestream.listing import pages as pages_module
 from cachestream.listing.names import Page
-from cachestream.listing.walk import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_walk
+from cachestream.listing.pages import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_pages
 from cachestream.sources.base import as_incremental
 from cachestream.sources.files import FileSource
 from cachestream.transport.remote import Remote
@@ -202,7 +202,7 @@ def test_an_unreadable_folder_ends_the_listing_with_its_name(
 ) -> None:
     put(tmp_path, ["a/1.bin", "closed/2.bin"])
     source = FileSource(tmp_path, first_names=1, label=None)
-    scandir = walk_module.os.scandir  # type: ignore[attr-defined]
+    scandir = pages_module.os.scandir  # type: ignore[attr-defined]
 
     def guarded(path: str) -> Any:  # as root, permissions hold nobody back
         if path.endswith("closed"):
@@ -218,10 +218,10 @@ def test_a_disk_of_this_machine_is_listed_at_once_up_to_more_names_than_a_mount_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, ["a/1.bin", "b/2.bin"])
-    opened = open_walk(Remote(str(tmp_path)), [str(tmp_path)], recursive=True)
+    opened = open_pages(Remote(str(tmp_path)), [str(tmp_path)], recursive=True)
     assert opened is not None
     for kind, first in (("ext4", FIRST_OF_DISKS), ("nfs4", FIRST_OF_OTHERS), ("fuse.sshfs", FIRST_OF_OTHERS)):
-        monkeypatch.setattr(walk_module, "filesystem_of", lambda _, kind=kind: kind)
+        monkeypatch.setattr(pages_module, "filesystem_of", lambda _, kind=kind: kind)
         assert opened.num_first_names() == first
 
 
@@ -237,7 +237,7 @@ def test_a_disk_of_this_machine_is_listed_at_once_up_to_more_names_than_a_mount_
     ],
 )
 def test_what_is_no_tree_of_folders_is_not_walked_through(url: str) -> None:
-    assert open_walk(Remote(url), [url], recursive=True) is None
+    assert open_pages(Remote(url), [url], recursive=True) is None
 
 
 def test_one_file_without_an_ending_has_its_name_for_a_key(memory: Any) -> None:

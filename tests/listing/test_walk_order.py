@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.listing.walk import MOST_FOLLOWING, Folder, LocalFolders, in_order
+from cachestream.listing.pages import MOST_FOLLOWING, Folder, LocalFolders, in_order
 from cachestream.sources.files import FileSource
 from tests.sources.reading import keys
 

@@ -69,7 +69,6 @@ Buffer = bytes | bytearray | memoryview
 
 @lru_cache(maxsize=1)
 def _simplejpeg() -> Any:
-    """Return the module simplejpeg, or None if it is not installed."""
     try:
         return importlib.import_module("simplejpeg")
     except ImportError:

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -22,10 +22,11 @@ from cachestream.config import check_count, format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
-from cachestream.sources.base import Problems, check_unit, in_own_context
+from cachestream.sources.base import Problems, in_own_context
 from cachestream.sources.decode.images import ImageOptions
 from cachestream.sources.decode.values import decode_with
-from cachestream.sources.sample_files import FileUnits
+from cachestream.sources.fields import Defaults
+from cachestream.sources.sample_files import FileUnits, SampleFiles
 from cachestream.sources.user_code import call_decoder, fingerprint_of
 from cachestream.transport import object_limit
 from cachestream.transport.remote_object import open_stream
@@ -33,7 +34,6 @@ from cachestream.transport.stream import Stream
 
 INDEX_NAME: Final = "index.json"
 MAX_INDEX_BYTES: Final = 256 << 20
-MAX_NAME: Final = 4096
 MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held in memory
 _WORD: Final = 4
 Items = Iterator[tuple[int, memoryview]]
@@ -76,74 +76,53 @@ def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems
         yield number, data
 
 
-class IndexedFolder:
-    """The files that the index of a folder names. Picklable, small, thread-safe.
+def open_index(url: Url, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
+    """Return the list of one file: the index of the folder `url`.
 
     Raises ConfigError for a URL or options that cannot work, SourceError if the index is missing or
     forbidden, and SourceUnavailableError if the remote does not answer.
     """
+    given: Any = url
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ConfigError(f"{owner} takes the path or URL of one folder that holds an {INDEX_NAME}")
+    folder = os.fspath(url).removesuffix(INDEX_NAME).rstrip("/") or "/"
+    index = FileList(f"{folder}/{INDEX_NAME}", storage_options, owner=owner)
+    if len(index) > 1:
+        raise ConfigError(f"{index.shown}: {owner} takes one folder; for several, mix a source of each")
+    return index
 
-    def __init__(self, url: Url, storage_options: Mapping[str, Any] | None, owner: str) -> None:
-        given: Any = url
-        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-            raise ConfigError(f"{owner} takes the path or URL of one folder that holds an {INDEX_NAME}")
-        folder = os.fspath(url).removesuffix(INDEX_NAME).rstrip("/") or "/"
-        files = FileList(f"{folder}/{INDEX_NAME}", storage_options, owner=owner)
-        if len(files) > 1:
-            raise ConfigError(f"{files.shown}: {owner} takes one folder; for several, mix a source of each")
-        self.remote = files.remote
-        self.shown = files.where(0).removesuffix(INDEX_NAME)
-        self.identity = tuple(part.removesuffix(f"/{INDEX_NAME}") for part in files.identity)
-        self._root = files.path(0).removesuffix(INDEX_NAME)
-        self._names = Names(())
-        self.digest = ""
 
-    def __len__(self) -> int:
-        return len(self._names)
+@contextmanager
+def read_index(index: FileList) -> Iterator[Mapping[str, Any]]:
+    """Read the index, an object of JSON. An error in the block becomes a ConfigError that names it."""
+    where = index.where(0)
+    with open_stream(index.remote, index.path(0), where) as stream:
+        data = stream.read(MAX_INDEX_BYTES + 1)
+    if len(data) > MAX_INDEX_BYTES:
+        raise ConfigError(f"{where}: an index of more than {format_size(MAX_INDEX_BYTES)}")
+    try:
+        content = as_mapping(json.loads(bytes(data)), "it")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{where}: not an index: {error}") from error
+    try:
+        yield content
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{where}: {reason}") from error
 
-    @contextmanager
-    def index(self) -> Iterator[Mapping[str, Any]]:
-        """Read the index, an object of JSON. An error in the block becomes a ConfigError that names it."""
-        where = self.shown + INDEX_NAME
-        with open_stream(self.remote, self._root + INDEX_NAME, where) as stream:
-            data = stream.read(MAX_INDEX_BYTES + 1)
-        if len(data) > MAX_INDEX_BYTES:
-            raise ConfigError(f"{where}: an index of more than {format_size(MAX_INDEX_BYTES)}")
-        try:
-            index = as_mapping(json.loads(bytes(data)), "it")
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{where}: not an index: {error}") from error
-        try:
-            yield index
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            if reason.startswith(self.shown):
-                raise
-            raise ConfigError(f"{where}: {reason}") from error
 
-    def name_files(self, names: Sequence[Any]) -> None:
-        """Set the names of the files. Raises ValueError for no names, and a name outside the folder."""
-        for name in names:
-            if not isinstance(name, str) or not name or len(name) > MAX_NAME:
-                raise ValueError(f"the file name {str(name)[:100]!r}")
-            parts = name.replace("\\", "/").split("/")
-            if ".." in parts or "" in parts or "\0" in name or "::" in name or not name.isprintable():
-                raise ValueError(f"the file name {name[:100]!r}, which leads out of the folder")
-        if not names:
-            raise ValueError("it names no files")
-        self._names = Names(names)
-        self.digest = self._names.digest
-
-    def open(self, index: int, begin: int = 0, end: int | None = None) -> AbstractContextManager[Stream]:
-        """Open file `index` at byte `begin`; no more than the bytes up to `end` will be read."""
-        return open_stream(self.remote, self._root + self._names[index], self.where(index), begin, end)
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def where(self, index: int) -> str:
-        """Return the path of file `index`, for messages."""
-        return self.shown + self._names[index]
+def files_beside(index: FileList, names: Sequence[Any]) -> FileList:
+    """Return the files that an index names. Raises ValueError for no names, and a name outside its folder."""
+    for name in names:
+        parts = str(name).replace("\\", "/").split("/")
+        if not isinstance(name, str) or {"..", ""} & {*parts} or "::" in name or not name.isprintable():
+            raise ValueError(f"the file name {str(name)[:100]!r}, which leads out of the folder")
+    if not names:
+        raise ValueError("it names no files")
+    files = index.over(Names(names))
+    files.shown = index.where(0).removesuffix(INDEX_NAME)
+    files.identity = tuple(part.removesuffix(f"/{INDEX_NAME}") for part in index.identity)
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,43 +236,36 @@ class ItemLayout:
         return found
 
 
-class IndexedSource:
-    """The base of `MDSSource` and `LitDataSource`: a unit is a file of `folder`, or a visit to a part of one.
+class IndexedSource(SampleFiles):
+    """The base of `MDSSource` and `LitDataSource`: a unit is a file of an index, or a visit to a part of one.
 
-    A visit is to about `samples_per_visit` samples. `counts` are the numbers of items in the files, `files`
+    A visit is to about `samples_per_visit` samples. `counts` are the numbers of items in the files, `noun`
     the word for these ("shard").
     """
 
     def __init__(
         self,
-        folder: IndexedFolder,
+        kind: str,
+        noun: str,
+        files: FileList,
         counts: Sequence[int],
         choice: FieldChoice,
         samples_per_visit: int | None,
         *,
-        kind: str,
-        files: str,
         is_compressed: bool,
     ) -> None:
         if samples_per_visit is not None and is_compressed:
             raise ConfigError(
-                f"{folder.shown}: a compressed {files} can only be read from its begin; "
+                f"{files.shown}: a compressed {noun} can only be read from its begin; "
                 "leave out samples_per_visit"
             )
-        self._folder, self._files = folder, files
-        self._counts = np.array(counts, np.int64)
+        self._noun, self._counts = noun, np.array(counts, np.int64)
         visits = np.ones_like(self._counts)
         if samples_per_visit is not None:
             visits = -(-self._counts // check_count("samples_per_visit", samples_per_visit))
-        self._units = FileUnits(visits)
-        self.listing_digest = folder.digest
+        self._units, self.listing_digest = FileUnits(visits), files.digest
         parts = [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
-        identity = (*folder.identity, *choice.identity, *parts, *choice.images.identity)
-        self.fingerprint = f"{kind}:" + "|".join(identity)
-
-    @property
-    def num_units(self) -> int:
-        return len(self._units)
+        super().__init__(kind, files, [*choice.identity, *parts], Defaults(None), choice.images)
 
     @property
     def num_samples(self) -> int:
@@ -303,11 +275,10 @@ class IndexedSource:
     @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of a file, or of a visit to it, in order. Raises the errors of `Source.read`."""
-        check_unit(self, unit, self.num_units)
-        index, number = map(int, self._units.locate(unit))
+        index, number = self._locate(unit)
         visits, count = int(self._units.counts[index]), int(self._counts[index])
         visit = Visit(index, count, count * number // visits, count * (number + 1) // visits)
-        key, problems = self._key(index), Problems(self._folder.where(index))
+        key, problems = self._key(index), Problems(self._files.where(index))
         samples = self._whole(visit, problems) if visits == 1 else self._part(visit, problems)
         try:
             for number, sample in samples:
@@ -318,15 +289,15 @@ class IndexedSource:
 
     def _whole(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
         """Yield the usable samples of a whole file with their numbers; add the others to `problems`."""
-        with self._folder.open(visit.index) as stream:
+        with self._open(visit.index) as stream:
             yield from self._read_whole(stream, visit, problems)
 
     def _part(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
         """Yield the samples of a visit likewise: only the table and they are fetched."""
-        with self._folder.open(visit.index, 0, _WORD * (visit.stop + 2)) as stream:
+        with self._open(visit.index, 0, _WORD * (visit.stop + 2)) as stream:
             table = read_table(stream, visit.count, visit.first, visit.stop)
         begin, end = int(table[0]), int(table[-1])
-        with self._folder.open(visit.index, begin, max(begin, end)) as stream:
+        with self._open(visit.index, begin, max(begin, end)) as stream:
             yield from self._decoded(cut_items(stream, table, visit.first, problems), visit, problems)
 
     def _decoded(self, items: Items, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
@@ -340,7 +311,7 @@ class IndexedSource:
 
     def _key(self, index: int) -> str:
         """Return what the keys of the samples in file `index` begin with."""
-        return self._folder.name(index)
+        return self._files.key(index)
 
     def _read_whole(self, stream: Stream, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
         """Yield the usable samples in the `stream` of a file."""
@@ -351,8 +322,8 @@ class IndexedSource:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        files = f"{len(self._folder):,} {self._files}s, {self.num_samples:,} samples"
-        return f"<{type(self).__name__} {self._folder.shown}, {files}>"
+        files = f"{len(self._files):,} {self._noun}s, {self.num_samples:,} samples"
+        return f"<{type(self).__name__} {self._files.shown}, {files}>"
 
 
 def as_mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -23,7 +23,6 @@ from cachestream.sources.decode.table_columns import ColumnOptions, usable_rows
 from cachestream.sources.fields import check_columns
 from cachestream.sources.peers.index import (
     FieldChoice,
-    IndexedFolder,
     IndexedSource,
     ItemLayout,
     Items,
@@ -31,10 +30,13 @@ from cachestream.sources.peers.index import (
     as_count,
     as_mapping,
     cut_items,
+    files_beside,
+    open_index,
+    read_index,
     read_table,
 )
 from cachestream.sources.peers.litdata_formats import Container, leaf_names, leaf_reader
-from cachestream.sources.user_code import guard_user_code
+from cachestream.sources.user_code import call_decoder
 from cachestream.transport.stream import Stream
 
 _FRAMED: Final = b"LDFZ01\0\0"
@@ -82,17 +84,14 @@ class LitDataSource(IndexedSource):
     ) -> None:
         check_columns(columns)
         self._choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
-        folder = IndexedFolder(url, storage_options, "LitDataSource")
-        counts = self._read_index(folder)
+        index = open_index(url, storage_options, "LitDataSource")
+        with read_index(index) as content:
+            chunks = self._read_index(content)
+            files = files_beside(index, [one["filename"] for one in chunks])
+        counts = [one["chunk_size"] for one in chunks]
         is_compressed = self._compression_unit != "none"
         super().__init__(
-            folder,
-            counts,
-            self._choice,
-            samples_per_visit,
-            kind="litdata",
-            files="chunk",
-            is_compressed=is_compressed,
+            "litdata", "chunk", files, counts, self._choice, samples_per_visit, is_compressed=is_compressed
         )
 
     def _read_whole(self, stream: Stream, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
@@ -130,28 +129,24 @@ class LitDataSource(IndexedSource):
                     raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
             for name, decoder in self._choice.decoders.items():
                 if isinstance(row[name], bytes):
-                    with guard_user_code(f"the decoder of '{name}'"):
-                        row[name] = decoder(row[name])
+                    row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
             columns = self._choice.columns
             yield number, row if columns is None else {name: row[name] for name in columns}
 
     # --- the index
 
-    def _read_index(self, folder: IndexedFolder) -> list[int]:
-        """Return the number of samples of each chunk; set the compression and the layout of all chunks."""
-        with folder.index() as index:
-            if not isinstance(index.get("chunks"), list) or "config" not in index:
-                raise ValueError("no chunks and config of LitData's; is this another data set's?")
-            config = as_mapping(index["config"], "config")
-            _check_kind(config)
-            chunks = [as_mapping(one, "a chunk") for one in index["chunks"]]
-            chunks = [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
-            folder.name_files([one["filename"] for one in chunks])
-            self._compression_unit = _compression_unit(config)
-            # The sizes of leaves stand before them; the only leaf of a TokensLoader's item has none.
-            self._has_sizes = config.get("item_loader") != "TokensLoader"
-            self._container, self._layout = self._new_layout(config)
-            return [one["chunk_size"] for one in chunks]
+    def _read_index(self, index: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the chunks that hold samples; set the compression and the layout of all chunks."""
+        if not isinstance(index.get("chunks"), list) or "config" not in index:
+            raise ValueError("no chunks and config of LitData's; is this another data set's?")
+        config = as_mapping(index["config"], "config")
+        _check_kind(config)
+        chunks = [as_mapping(one, "a chunk") for one in index["chunks"]]
+        self._compression_unit = _compression_unit(config)
+        # The sizes of leaves stand before them; the only leaf of a TokensLoader's item has none.
+        self._has_sizes = config.get("item_loader") != "TokensLoader"
+        self._container, self._layout = self._new_layout(config)
+        return [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
 
     def _new_layout(self, config: Mapping[str, Any]) -> tuple[Container, ItemLayout]:
         formats, spec = config["data_format"], config.get("data_spec")

@@ -172,8 +172,8 @@ def leaf_reader(images: ImageOptions, name: str, kind: str) -> Reader:
         "bool": _bool,
         "int": partial(_scalar, "<q"),
         "float": partial(_scalar, "<d"),
-        "tensor": _tensor,
-        "numpy": _array,
+        "tensor": partial(_array, ">", _TORCH_DTYPES),
+        "numpy": partial(_array, "<", _NUMPY_DTYPES),
         "json": _json,
         "jpeg": image,
         "image": image,
@@ -212,23 +212,10 @@ def _flat(dtype: np.dtype[Any], data: memoryview) -> npt.NDArray[Any]:
     return values if values.flags.aligned else values.copy()
 
 
-def _shaped(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> npt.NDArray[Any]:
-    return _flat(dtype, data).reshape(shape)
-
-
-def _tensor(data: memoryview) -> npt.NDArray[Any]:
-    kind, axes = struct.unpack_from(">II", data)
-    shape = struct.unpack_from(f">{_axes(axes)}I", data, 8)
-    return _shaped(_dtype(_TORCH_DTYPES, kind), shape, data[8 + 4 * axes :])
-
-
-def _array(data: memoryview) -> npt.NDArray[Any]:
-    kind, axes = struct.unpack_from("<II", data)
-    shape = struct.unpack_from(f"<{_axes(axes)}I", data, 8)
-    return _shaped(_dtype(_NUMPY_DTYPES, kind), shape, data[8 + 4 * axes :])
-
-
-def _axes(axes: int) -> int:
+def _array(order: str, dtypes: tuple[str, ...], data: memoryview) -> npt.NDArray[Any]:
+    """Decode an array or a tensor: its type and number of axes, their lengths (u32, in byte `order`), its data."""
+    kind, axes = struct.unpack_from(f"{order}II", data)
     if axes > MAX_AXES:
         raise ValueError(f"an array of {axes} axes")
-    return axes
+    shape = struct.unpack_from(f"{order}{axes}I", data, 8)
+    return _flat(_dtype(dtypes, kind), data[8 + 4 * axes :]).reshape(shape)

@@ -26,7 +26,6 @@ from cachestream.sources.decode.values import decode_integer, decode_json_value
 from cachestream.sources.fields import check_columns
 from cachestream.sources.peers.index import (
     FieldChoice,
-    IndexedFolder,
     IndexedSource,
     ItemLayout,
     Reader,
@@ -34,7 +33,10 @@ from cachestream.sources.peers.index import (
     as_count,
     as_mapping,
     cut_items,
+    files_beside,
+    open_index,
     pickled_error,
+    read_index,
     read_table,
     unknown_error,
 )
@@ -124,19 +126,16 @@ class MDSSource(IndexedSource):
     ) -> None:
         check_columns(columns)
         choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
-        folder = IndexedFolder(url, storage_options, "MDSSource")
-        shards = _shards(folder, choice)
+        index = open_index(url, storage_options, "MDSSource")
+        with read_index(index) as content:
+            self._shards = _shards(content, choice)
+            files = files_beside(index, [shard.name for shard in self._shards])
+        counts = [shard.count for shard in self._shards]
+        is_compressed = any(shard.is_compressed for shard in self._shards)
         super().__init__(
-            folder,
-            [shard.count for shard in shards],
-            choice,
-            samples_per_visit,
-            kind="mds",
-            files="shard",
-            is_compressed=any(shard.is_compressed for shard in shards),
+            "mds", "shard", files, counts, choice, samples_per_visit, is_compressed=is_compressed
         )
-        self._shards = shards
-        self._hashes = tuple(_known_hash(folder.shown, shard) for shard in shards) if check_hashes else ()
+        self._hashes = tuple(_known_hash(files.shown, one) for one in self._shards) if check_hashes else ()
 
     def _key(self, index: int) -> str:
         return self._shards[index].key
@@ -157,16 +156,13 @@ class MDSSource(IndexedSource):
 # --- the index ---------------------------------------------------------------------------------
 
 
-def _shards(folder: IndexedFolder, choice: FieldChoice) -> list[_Shard]:
-    """Return the shards that hold samples. Raises ConfigError for an index that cannot be used."""
-    with folder.index() as index:
-        if index.get("version") != 2 or not isinstance(index.get("shards"), list):
-            raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
-        layouts: dict[Any, ItemLayout] = {}  # shards of equal columns share one
-        shards = [_shard(as_mapping(one, "a shard"), choice, layouts) for one in index["shards"]]
-        shards = [shard for shard in shards if shard.count]
-        folder.name_files([shard.name for shard in shards])
-        return shards
+def _shards(index: Mapping[str, Any], choice: FieldChoice) -> list[_Shard]:
+    """Return the shards that hold samples. Raises ValueError and the like for an index that cannot be used."""
+    if index.get("version") != 2 or not isinstance(index.get("shards"), list):
+        raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
+    layouts: dict[Any, ItemLayout] = {}  # shards of equal columns share one
+    shards = [_shard(as_mapping(one, "a shard"), choice, layouts) for one in index["shards"]]
+    return [shard for shard in shards if shard.count]
 
 
 def _layout_of(shard: Mapping[str, Any], choice: FieldChoice, layouts: dict[Any, ItemLayout]) -> ItemLayout:

@@ -59,11 +59,9 @@ class MachineReport:
         return not any(check.advice for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {"folder": self.folder, "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
     def __str__(self) -> str:
-        """A line for each check, and its advice below it."""
         lines: list[str] = []
         for check in self.checks:
             head = f"{'warning' if check.advice else 'OK':8} {check.name:12} "

@@ -411,7 +411,7 @@ class FetchMeter:
             owed_bytes = nbytes - account.paid_bytes
             account.paid_bytes = max(0, -owed_bytes)
         if self._throttle is not None:
-            self._throttle.spend(owed_bytes, lambda: self.beat(account.number))
+            self._throttle.spend(owed_bytes)
 
     def _on_request(self, nbytes: int) -> None:
         """Pay for the bytes of a request before it is sent.
@@ -424,7 +424,7 @@ class FetchMeter:
         if self._throttle is not None:
             with self._counting:
                 account.paid_bytes += nbytes
-            self._throttle.spend(nbytes, lambda: self.beat(account.number))
+            self._throttle.spend(nbytes)
         if nbytes:
             account.unit_read.requested_s = account.unit_read.requested_s or time.monotonic()
 

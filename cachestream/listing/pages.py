@@ -1,4 +1,8 @@
-"""Listings folder by folder: of local trees, and of remotes other than S3, which list no pages."""
+"""Listings page by page, from any name on: samples can be read before a listing is complete.
+
+S3 lists in the order of all paths. A local tree, and other remotes, are listed folder by folder in the same
+order.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,172 @@ from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 from fsspec import get_filesystem_class
-from fsspec.utils import glob_translate
 
-from cachestream.errors import SourceUnavailableError
+from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.listing.names import Page
-from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, local_path, parent_of
+from cachestream.listing.patterns import (
+    MAGIC,
+    expand_braces,
+    extension_of,
+    folder_filter,
+    local_path,
+    name_filter,
+    split_wildcard,
+    visible,
+)
 from cachestream.transport import metering
 from cachestream.transport.driver import Caller, result_of
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
-FOLDER_TIMEOUT_S: Final = 300.0
+PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
+PAGE_NAMES: Final = 1000  # as many as S3 gives
 FIRST_OF_DISKS: Final = 1_000_000  # a disk of this machine lists so many in 2 to 3 s
 FIRST_OF_OTHERS: Final = 1000
 MOST_FOLLOWING: Final = 16
 _ENTRIES_PER_HEARTBEAT: Final = 8192
 _CACHE_FILES: Final = frozenset({"cache.json", "catalogue.sqlite"})
+# fsspec's globs take "**" for a part of a name, too.
+_NOT_BY_FOLDER: Final = re.compile(r"[^/]\*\*|\*\*[^/]")
+
+
+def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | Walk | None:
+    """Return the listing of `urls`, page by page, if these are one folder or wildcard; None: list them at once."""
+    if len(urls) != 1 or "::" in urls[0] or remote.is_web or remote.has_versions:
+        return None
+    (url,) = urls
+    if remote.is_local:
+        path = local_path(url)
+        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
+    path = str(get_filesystem_class(remote.protocol)._strip_protocol(url))
+    root, pattern = split_wildcard(path)
+    is_file = not pattern and extension_of(url)  # most likely
+    if is_file or not root.strip("/") or expand_braces(url) != [url]:
+        return None
+    # The name of a file may contain the signs of a wildcard.
+    if remote.is_s3:
+        listing = S3Listing(remote, root, pattern, recursive)
+        return None if pattern and listing.holds(pattern) else listing
+    if not (pattern or recursive) or (pattern and "/" not in pattern) or _NOT_BY_FOLDER.search(pattern):
+        return None
+    with map_errors(redact(url), secrets=remote.secrets):
+        return None if pattern and remote.open_for_listing()[0].isfile(path) else Walk(remote, root, pattern)
+
+
+# --- S3 ----------------------------------------------------------------------------------------
+
+
+class UnorderedError(SourceError):
+    """The store lists files in no order: the names after a given one cannot be requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Listing:
+    """The files of a folder or of a wildcard on S3, a page at a time, from any name on.
+
+    All paths begin with `root` ("bucket/folder/"). `pattern` is a wildcard below it, or "" for all files that
+    are not hidden; of these, `recursive` includes those in folders. Picklable.
+    """
+
+    remote: Remote
+    root: str
+    pattern: str = ""
+    recursive: bool = True
+
+    @property
+    def _prefix(self) -> str:
+        return self.root + MAGIC.split(self.pattern, maxsplit=1)[0]
+
+    @property
+    def _is_flat(self) -> bool:
+        """True if all files lie in one folder."""
+        return "/" not in self.pattern and "**" not in self.pattern if self.pattern else not self.recursive
+
+    def num_first_names(self) -> int:
+        """Return the number of names to list before the first sample. With 1, a single page is listed."""
+        return 1
+
+    def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
+        """Yield the pages of names after `last`, "" for all.
+
+        Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
+        """
+        for names, is_last in self._pages(last, page_names):
+            if any(b <= a for a, b in zip([last, *names], names, strict=False)):
+                raise UnorderedError(
+                    f"{self._shown}: this store does not list by name; "
+                    "give first_names=None to list all before"
+                )
+            last = names[-1] if names else last
+            yield Page(self.matching(names), is_last)
+
+    def names(self) -> list[str]:
+        """Return the names of all objects below the prefix, as the store orders them."""
+        return [name for names, _ in self._pages("", PAGE_NAMES) for name in names]
+
+    def _pages(self, last: str, page_names: int) -> Iterator[tuple[list[str], bool]]:
+        """Yield the names of the objects after `last`, page by page; True with the last page."""
+        start, cut = (self.root + last) if last else "", len(self.root.partition("/")[2])
+        for answer in self._answers(self._prefix, "/" if self._is_flat else "", start, page_names):
+            keys = [str(entry["Key"]) for entry in answer.get("Contents", ())]
+            # An object may have the name of the folder itself.
+            yield [key[cut:] for key in keys if len(key) > cut], not answer.get("IsTruncated")
+
+    def folders_in(self, parent: str) -> list[str]:
+        """Return the folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
+
+        Pages are requested until one holds files alone: folders after so many files are not found.
+        """
+        if self._is_flat:
+            return []
+        found, may_match = list[str](), folder_filter(self.pattern)
+        cut = len(self.root.partition("/")[2])
+        for answer in self._answers(self.root + parent if parent else self._prefix, "/", "", PAGE_NAMES):
+            folders = [entry["Prefix"][cut:] for entry in answer.get("CommonPrefixes", ())]
+            if not folders:
+                break
+            is_hidden = () if self.pattern else f"{parent}."
+            found += [one for one in folders if may_match(one) and not one.startswith(is_hidden)]
+        return found
+
+    @property
+    def _shown(self) -> str:
+        return redact(f"{self.remote.protocol}://{self._prefix}")
+
+    def _answers(self, prefix: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
+        """Yield the answers of S3, page by page, for paths that begin with `prefix` and come after `start`."""
+        filesystem, _ = self.remote.open_for_listing()
+        bucket, _, key = prefix.partition("/")
+        options = {
+            "Bucket": bucket,
+            "Prefix": key,
+            "Delimiter": delimiter,
+            "MaxKeys": names,
+            **({"StartAfter": start.partition("/")[2]} if start else {}),
+            **filesystem.req_kw,
+        }
+        while True:
+            with map_errors(self._shown, secrets=self.remote.secrets):
+                asking = filesystem._call_s3("list_objects_v2", **options)
+                answer = result_of(asyncio.run_coroutine_threadsafe(asking, filesystem.loop), PAGE_TIMEOUT_S)
+            yield answer
+            if not answer.get("IsTruncated"):
+                return
+            options["ContinuationToken"] = answer["NextContinuationToken"]
+
+    def holds(self, name: str) -> bool:
+        """Return whether there is an object with this name below the root."""
+        key = (self.root + name).partition("/")[2]
+        first = next(self._answers(self.root + name, "", "", 1))
+        return any(entry["Key"] == key for entry in first.get("Contents", ()))
+
+    def matching(self, names: list[str]) -> list[str]:
+        """Return the names of files that match the wildcard, or that are not hidden in the folder."""
+        return name_filter(self.pattern)(names) if self.pattern else visible("", names, self.recursive)
+
+
+# --- trees of folders ---------------------------------------------------------------------------
 
 
 class Folder(NamedTuple):
@@ -149,7 +302,7 @@ class Walk:
 
         Raises the errors of `map_errors`, and GoneError if the root is gone.
         """
-        keep, is_last = self.name_filter(), False
+        keep, is_last = name_filter(self.pattern), False
         with closing(_FolderLister(self)) as lister:
             for names, is_last in in_order(lister.for_folder, last):
                 yield Page(keep(names), is_last)
@@ -161,28 +314,6 @@ class Walk:
         with closing(_FolderLister(self)) as lister:
             return [f"{parent}{name}/" for name in lister.for_folder(parent).subfolders]
 
-    def name_filter(self) -> Callable[[list[str]], list[str]]:
-        """Return a function that selects the names of files that match."""
-        if not self.pattern:
-            return lambda names: names
-        fits = re.compile(glob_translate(self.pattern)).match
-        return lambda names: [name for name in names if fits(name)]
-
-    def folder_filter(self) -> Callable[[str], bool]:
-        """Return a predicate that is True for a folder that may hold files that match, at any depth."""
-        if not self.pattern:
-            return lambda _: True
-        levels = self.pattern.split("/")
-        deep = levels.index("**") if "**" in levels else None
-        fixed = levels[: -1 if deep is None else deep]
-        fits = [re.compile(glob_translate("/".join(fixed[: n + 1]))).match for n in range(len(fixed))]
-
-        def enter(folder: str) -> bool:
-            depth = folder.count("/")
-            return fits[depth - 1](folder[:-1]) is not None if depth <= len(fits) else deep is not None
-
-        return enter
-
     @property
     def shown(self) -> str:
         return redact(self.root if self.remote.is_local else f"{self.remote.protocol}://{self.root}")
@@ -193,7 +324,7 @@ class _FolderLister:
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
-        self._enter = walk.folder_filter()
+        self._may_match = folder_filter(walk.pattern)
         self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
         self._local = LocalFolders(walk.root) if walk.remote.is_local else None
         self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
@@ -211,7 +342,7 @@ class _FolderLister:
             )
         if not found.is_there:
             self.for_folder("")  # an error if all is gone
-        subfolders = [name for name in found.subfolders if self._enter(f"{folder}{name}/")]
+        subfolders = [name for name in found.subfolders if self._may_match(f"{folder}{name}/")]
         return found._replace(subfolders=subfolders)
 
     def _of_driver(self, folder: str, following: Sequence[str]) -> Folder:
@@ -242,39 +373,14 @@ class _FolderLister:
     def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:
         filesystem = self._filesystem
         if not filesystem.async_impl:  # such drivers are not thread-safe
-            return Caller().run(lambda: list(filesystem.ls(path, detail=True)), FOLDER_TIMEOUT_S)
+            return Caller().run(lambda: list(filesystem.ls(path, detail=True)), PAGE_TIMEOUT_S)
         for one in (folder, *following):
             if one not in self._ahead:
                 asked = filesystem._ls((self._walk.root + one).rstrip("/"), detail=True)
                 self._ahead[one] = asyncio.run_coroutine_threadsafe(asked, filesystem.loop)
-        found: list[dict[str, Any]] = result_of(self._ahead.pop(folder), FOLDER_TIMEOUT_S)
+        found: list[dict[str, Any]] = result_of(self._ahead.pop(folder), PAGE_TIMEOUT_S)
         return found
 
     def close(self) -> None:
         for future in self._ahead.values():
             future.cancel()
-
-
-def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:
-    """Return the walk through `urls` if these are one tree of folders; None: list them at once."""
-    if len(urls) != 1 or "::" in urls[0] or remote.is_s3 or remote.is_web or remote.has_versions:
-        return None
-    if remote.is_local:
-        path = local_path(urls[0])
-        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
-    path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
-    if not path.strip("/") or expand_braces(urls[0]) != [urls[0]]:
-        return None
-    magic = MAGIC.search(path)
-    if magic is None:
-        if not recursive or extension_of(urls[0]):
-            return None  # a single folder, or most likely a file
-        return Walk(remote, path.rstrip("/") + "/")
-    root = parent_of(path[: magic.start()])
-    pattern = path[len(root) :]
-    if not root.strip("/") or "/" not in pattern or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
-        return None
-    with map_errors(redact(urls[0]), secrets=remote.secrets):
-        if remote.open_for_listing()[0].isfile(path):
-            return None  # a file whose name contains wildcard signs
-    return Walk(remote, root, pattern)
