@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cachestream.errors import ConfigError
 from cachestream.storage.status import CacheStatus
-from cachestream.training.stats import LoaderStats
+from cachestream.storage.telemetry import LoaderStats
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache

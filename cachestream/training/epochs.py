@@ -14,12 +14,13 @@ from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.ranks import find_job
 from cachestream.training.segment import Request, Segment
-from cachestream.training.stats import LoaderStats, Meter
+from cachestream.training.stats import Meter
 
 if TYPE_CHECKING:
     import weakref
 
     from cachestream.storage.layout import Directory
+    from cachestream.storage.telemetry import LoaderStats
     from cachestream.training.batches.prefetcher import BatchGroup
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Recorder

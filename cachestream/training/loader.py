@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
+    from cachestream.storage.telemetry import LoaderStats
     from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.samplers import SamplerLike
-    from cachestream.training.stats import LoaderStats
 
 
 class EpochLoader:

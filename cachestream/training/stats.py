@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.repr_html import table
 from cachestream.schema import IntArray, Snapshot
-from cachestream.storage.telemetry import EPOCHS_REPORTED, LoaderFile, LoaderReport
+from cachestream.storage.telemetry import EPOCHS_REPORTED, LoaderFile, LoaderReport, LoaderStats
 
 if TYPE_CHECKING:
     from cachestream.storage.layout import Directory
@@ -20,45 +19,6 @@ if TYPE_CHECKING:
 
 _REPORT_S: Final = 0.25  # between two reports, at least
 _NONE: Final = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderStats:
-    """Statistics of an `EpochLoader`. Counts are of this rank, except `epoch_samples` and `reuse_factor`.
-
-    `samples`, `batches`, `skipped` (samples of damaged shards) and `wait_s` (time the trainer waited for
-    data) are since the loader was made. `wait_share`: the share of waiting in the time since the first
-    iteration; `epoch_wait_share`: the share in this epoch. `gap_s`: the time spent in the loader between the
-    last batch of the previous epoch and the first of this one. `samples_per_s`: the rate of this epoch,
-    training included. `epoch_samples`: the samples that the passes of the epoch so far were drawn from, in
-    `shards` shards. `reuse_factor`: samples drawn over (expected) distinct samples drawn, so far.
-    `prepare_s`: the duration of the last preparation.
-    """
-
-    epoch: int
-    epoch_samples: int
-    shards: int
-    samples: int
-    batches: int
-    skipped: int
-    wait_s: float
-    wait_share: float
-    epoch_wait_share: float
-    gap_s: float
-    samples_per_s: float
-    reuse_factor: float
-    prepare_s: float
-
-    def _repr_html_(self) -> str:
-        rows = {
-            "drawn from": f"{self.epoch_samples} samples in {self.shards} shards",
-            "delivered": f"{self.samples} samples in {self.batches} batches",
-            "skipped": self.skipped,
-            "rate": f"{self.samples_per_s:.0f} samples/s",
-            "waiting": f"{self.wait_share:.1%}, in this epoch {self.epoch_wait_share:.1%}",
-            "reuse": f"{self.reuse_factor:.2f} times",
-        }
-        return table(f"Loader, epoch {self.epoch}", rows)
 
 
 class Reuse:
@@ -197,8 +157,14 @@ class Meter:
     def _report(self) -> None:
         self._note_epoch()
         numbers, ranks = asdict(self.stats(self._number)), self._preparer.ranks
-        del numbers["shards"], numbers["prepare_s"]
         epochs = tuple(self._epochs)
         self._file.write(
-            LoaderReport(os.getpid(), ranks.rank, ranks.size, time.time(), epochs=epochs, **numbers)
+            LoaderReport(
+                **numbers,
+                pid=os.getpid(),
+                rank=ranks.rank,
+                ranks=ranks.size,
+                reported_s=time.time(),
+                epochs=epochs,
+            )
         )
