@@ -19,7 +19,7 @@ from cachestream import tracing
 from cachestream.config import format_size
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.permutation import mix_key
-from cachestream.storage.snapshots import any_cached, count_samples
+from cachestream.storage.snapshots import count_samples, sample_counts
 from cachestream.storage.status import (
     describe_skipped,
     hindrance,
@@ -170,7 +170,9 @@ class Preparer:
         if self._options.replay is not None:
             return False
         record = (request.records or {}).get(self._cache.cache_id)
-        return record is None or not any_cached(self._cache.catalogue, record.shard_ids.tolist())
+        return record is None or sample_counts(self._cache.catalogue).keys().isdisjoint(
+            record.shard_ids.tolist()
+        )
 
     # --- order and plan
 
