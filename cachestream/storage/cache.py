@@ -205,8 +205,9 @@ class Cache:
         fewer samples, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
-        if timeout_s is not None:
-            check_seconds("timeout_s", timeout_s)
+        if timeout_s is None:
+            return wait_for_samples(self, count)
+        check_seconds("timeout_s", timeout_s)
         return wait_for_samples(self, count, timeout_s)
 
     # --- epochs
