@@ -42,9 +42,7 @@ _WORKER_END_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of the demo: fetching the remote once takes `fetch_s`, and the cache holds
-    `cached_share` of it.
-    """
+    """Size of the demo: fetching the remote once takes `fetch_s`; the cache holds `cached_share` of it."""
 
     num_samples: int = 6000
     num_held_out: int = 4 * PLACES

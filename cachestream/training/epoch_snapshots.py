@@ -1,6 +1,4 @@
-"""The snapshots that epochs are drawn from: the first of the ranks that share a cache takes them, and all
-lease and map them.
-"""
+"""The snapshots of epochs: one of the ranks that share a cache takes them, all lease and map them."""
 
 from __future__ import annotations
 
@@ -192,9 +190,7 @@ class EpochSnapshots:
     def _take_recorded(
         self, replay: Replay, record: SegmentRecord | None, request: Request, group: Sequence[int]
     ) -> EpochSnapshot:
-        """Take a snapshot of the shards of a recorded epoch, or of `record`, the rest of one. Raises EpochError
-        if one is missing.
-        """
+        """Take all shards of a recorded epoch, or of `record`, the rest of one; raises EpochError."""
         leader = group[0]
         record = record or replay.segment(self._cache, request.epoch, request.index, leader)
         record.check_split(self._options.split)
@@ -211,9 +207,7 @@ class EpochSnapshots:
         return replace(taken, record=record, later_batches=later)
 
     def _retake(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
-        """Take a snapshot of the shards of `record` that are cached; return it, and the ids of those that went
-        since.
-        """
+        """Take the cached shards of `record`; return their snapshot, and the ids that went since."""
         snapshot, lease, gone = self._cache.retake_snapshot(
             record.shard_ids, record.counts, split=self._options.split
         )

@@ -1,6 +1,4 @@
-"""The sequence of a loader's epochs, and one iteration of an epoch, from batch to batch, on the trainer's
-thread.
-"""
+"""The sequence of a loader's epochs, and the iteration of one, on the trainer's thread."""
 
 from __future__ import annotations
 
@@ -265,9 +263,7 @@ class EpochSequence:
             self.jump(Request(0, options.replay.epochs[0]))
 
     def begin(self) -> EpochIteration:
-        """Begin the next epoch, or the running one again if none of its batches was taken and no other epoch
-        was set.
-        """
+        """Begin the next epoch, or again the running one, if it gave no batch and no other was set."""
         began_s = self._meter.clock()
         self._join_job()
         self._pipeline.start()
@@ -327,9 +323,7 @@ class EpochSequence:
         self._schedule.begin(request.epoch - 1, request)
 
     def peek(self) -> Any:
-        """A copy of the first batch of the next iteration. Raises EpochError during an iteration, or if there
-        is no batch.
-        """
+        """A copy of the next iteration's first batch. Raises EpochError during one, or without a batch."""
         epoch = self._prepared_epoch()
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
             raise EpochError(
@@ -346,9 +340,7 @@ class EpochSequence:
         return copy.deepcopy(self._pipeline.transfer.receive(queued.staged))
 
     def segment(self) -> Segment:
-        """The segment of the running epoch, otherwise of the next one. Raises EpochError when the epoch has
-        ended.
-        """
+        """The segment of the running epoch, otherwise of the next one. Raises EpochError at its end."""
         return self._schedule.segment(self._prepared_epoch(), self._timeout_s)
 
     @property
@@ -364,9 +356,7 @@ class EpochSequence:
         return failed.request if failed is not None and failed.failed_early else self._planned
 
     def _prepared_epoch(self) -> int:
-        """The running epoch, otherwise the next one, whose preparation is started, or repeated after a
-        failure.
-        """
+        """The running epoch, otherwise the next one, which is prepared, also again after a failure."""
         self._join_job()
         if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch

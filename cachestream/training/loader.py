@@ -184,9 +184,7 @@ class EpochLoader:
 
     @property
     def batches_done(self) -> int:
-        """Batches of the running epoch that this rank was given, also before a checkpoint; 0
-        between epochs.
-        """
+        """Batches of the running epoch given to this rank, also before a checkpoint; 0 between epochs."""
         return self._epochs.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:

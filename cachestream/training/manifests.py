@@ -217,9 +217,7 @@ class Recorder:
             self._warn_of_late(wait(self._sent, _CLOSE_S).not_done)
 
     def close(self) -> None:
-        """Wait up to `_CLOSE_S` for the manifests to be written; later ones are still written in the
-        background.
-        """
+        """Wait up to `_CLOSE_S` for the manifests; later ones are still written in the background."""
         late = wait(self._sent, _CLOSE_S).not_done
         if self._thread is not None:
             self._thread.shutdown(wait=not late)

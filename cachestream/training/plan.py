@@ -214,9 +214,7 @@ class Plan:
         return min(batch_index * self.batch_size * self.ranks, self.num_samples)
 
     def spans(self, rank: int, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Batches `first` up to `stop` of `rank` as runs of the order: the first positions, and those after
-        the last, int64 `[n]`.
-        """
+        """Batches range(`first`, `stop`) of `rank` as runs of the order: starts and ends, int64 `[n]`."""
         numbers = np.arange(first, stop, dtype=np.int64)
         if self.bounds is not None:
             places = numbers * self.ranks + rank
@@ -230,9 +228,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCut:
-    """The order from `position` up to, and not including, `stop` (None: its end), without the
-    shards `gone`.
-    """
+    """The order in range(`position`, `stop`) (None: up to its end), without the shards `gone`."""
 
     position: int
     gone: tuple[int, ...] = ()
@@ -343,9 +339,7 @@ def _window_and_run(values: list[int] | None) -> tuple[int, int] | None:
 
 
 def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
-    """The order that `record` describes, in sample numbers of its own shards, and the bounds of a batch
-    sampler.
-    """
+    """The order of `record`, in sample numbers of its own shards, and the bounds of a batch sampler."""
     order, bounds = _drawn_order(record), record.bounds
     for cut in record.cuts:
         tail = TailOrder(order, min(cut.position, order.size), cut.stop)
@@ -364,9 +358,7 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
 
 
 def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> SampleOrder:
-    """Translate `order` to sample numbers of `snapshot`, which holds the record's shards less those that are
-    gone.
-    """
+    """Translate `order` to sample numbers of `snapshot`: of the record's shards that are left."""
     if np.array_equal(record.shard_ids, snapshot.shard_ids):
         return order
     indices, shards = _located(order, record)

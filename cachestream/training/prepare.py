@@ -144,9 +144,7 @@ class Preparer:
             )
 
     def check_filling(self) -> None:
-        """Warn if the supervisor that fills the cache was killed: all further epochs would have the same
-        samples.
-        """
+        """Warn if the supervisor was killed: all further epochs would have the same samples."""
         with suppress(CacheStreamError):
             warn_of_loss(self._cache)
 
@@ -155,9 +153,7 @@ class Preparer:
         self._snapshots.maps = None
 
     def _starts_cold(self, request: Request) -> bool:
-        """Return whether to wait for samples: no recorded shard of the segment is cached, or nothing is
-        recorded.
-        """
+        """Return whether to wait for samples: no recorded shard is cached, or nothing is recorded."""
         if self._options.replay is not None:
             return False
         record = (request.records or {}).get(self._cache.cache_id)
@@ -180,9 +176,7 @@ class Preparer:
     # --- order and plan
 
     def _remaining(self, request: Request) -> int | None:
-        """The number of samples that the epoch still takes from the order of this cache's ranks;
-        None: all.
-        """
+        """The samples that the epoch still takes from the order of this cache's ranks; None: all."""
         if self._options.epoch_size is None:
             return None
         group_size = len(self.ranks.group)
@@ -244,9 +238,7 @@ class Preparer:
         return record if options.shuffle else replace(record, kind="sequential")
 
     def _plan(self, request: Request, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
-        """The plan of this rank, and the number of batches in the epoch before the ranks agree on the
-        smallest.
-        """
+        """The plan of this rank, and the epoch's batches, before the ranks agree on the smallest number."""
         options, group_size = self._options, len(self.ranks.group)
         batch_size, drop_last, remaining = options.batch_size, options.drop_last, self._remaining(request)
         if bounds is not None:

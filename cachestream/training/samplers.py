@@ -217,9 +217,7 @@ def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
 
 
 def _indices(drawn: Any) -> IntArray:
-    """Check sample numbers and return them as int64 `[n]`. A mask or fractions are errors, not samples 0 and
-    1.
-    """
+    """Check sample numbers and return them as int64 `[n]`. A mask is an error, not samples 0 and 1."""
     try:
         given = np.array(drawn).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:

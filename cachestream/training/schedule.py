@@ -41,9 +41,7 @@ class Pace:
         return Pace(self._least, self._clock, self._estimate_s)
 
     def record(self, batches: int, in_hand: int) -> None:
-        """Record that the trainer has taken `batches` more batches, and begins to work on the last `in_hand`
-        of them.
-        """
+        """Record that the trainer took `batches` more, and begins to work on the last `in_hand`."""
         now_s = self._clock()
         if self._began_s is None:
             self._began_s = now_s
@@ -115,9 +113,7 @@ class Schedule:
         self._chain.close_retired()
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
-        """Take the next batches of `epoch`. Raises the error of a background thread, or EpochError with a
-        diagnosis.
-        """
+        """Take the next batches of `epoch`. Raises a background thread's error, or EpochError with a diagnosis."""
         with self._lock:
             self._wait(lambda: self._holds(epoch), epoch, timeout_s)
             group = self._groups.popleft()
@@ -329,9 +325,7 @@ class Schedule:
         return self._pace.should_prepare(batches, gathered, waiting - ungathered, self._ahead_s)
 
     def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
-        """Wait until `ready`, for a trainer in `epoch`; raise if a thread failed, the trainer moved, or time
-        is up.
-        """
+        """Wait until `ready`, in `epoch`; raise if a thread failed, the trainer moved, or time is up."""
         chain, left_s, generation = self._chain, timeout_s, self._chain.generation
         while not ready():
             if chain.failure is not None and chain.failure[0].epoch <= epoch:

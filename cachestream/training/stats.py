@@ -64,9 +64,7 @@ class _Counts:
 
 
 class Meter:
-    """Counters and times of the training thread, and their reports to other processes. Used by that thread
-    alone.
-    """
+    """Counters and times of the training thread, which alone uses them, and their reports to others."""
 
     def __init__(self, directory: Directory, preparer: Preparer) -> None:
         self.clock = time.perf_counter

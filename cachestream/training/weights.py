@@ -51,9 +51,7 @@ class KeyWeights:
             self.update(list(initial), list(initial.values()))
 
     def update(self, keys: Sequence[str], values: Any) -> None:
-        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for other
-        values.
-        """
+        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError."""
         try:
             given = torch.as_tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
@@ -74,9 +72,7 @@ class KeyWeights:
             self._pending.append((hashes, weights))
 
     def of(self, hashes: Hashes) -> Floats:
-        """The weights of the keys with `hashes`; a key without a weight gets the mean of the others, or 1 if
-        that is 0.
-        """
+        """The weights of the keys with `hashes`; one without has the mean of the others, or 1 for 0."""
         with self._lock:
             known, weights = self._known
         if not len(known):
@@ -152,9 +148,7 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
 
 
 def _read(snapshot: Snapshot, shard_id: int, count: int) -> Hashes:
-    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged shard, which the gathering
-    quarantines.
-    """
+    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, to be quarantined later."""
     try:
         hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()
     except CorruptShardError:

@@ -258,9 +258,7 @@ class Prefetcher:
             self._top_up(self._queue)
 
     def hand(self, group: PrefetchGroup, timeout_s: float) -> bool:
-        """Wait for the next task of `group`, hand over its batches, and submit more; False after `timeout_s`
-        or `close`.
-        """
+        """Wait for `group`'s next task, hand it over, submit more; False after `timeout_s` or `close`."""
         check_process(self._pid)
         with self._lock:
             queue = self._queue
