@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from cachestream.integrations.metrics import metrics
 from cachestream.training.loader import EpochLoader
+from cachestream.training.stats import metrics
 
 _LOADERS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
