@@ -176,9 +176,8 @@ def train_ranks(
 ) -> Generator[EpochDone, None, None]:
     """Yield the epochs of ranks under torchrun, which work in the folder `work`; their stderr goes to `log`.
 
-    Closing the generator ends them. They get a session of their own: Ctrl-C then reaches this process alone,
-    and they end in order. If this process is killed, the first rank's next report fails, and torchrun ends
-    the others.
+    Closing the generator ends them. They have a session of their own: Ctrl-C reaches this process alone, and
+    they end in order. If this process is killed, the first rank's next report fails, and so all end.
 
     Raises EpochError with their reasons if they fail.
     """

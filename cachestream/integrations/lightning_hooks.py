@@ -21,8 +21,7 @@ class EpochHooks:
     """A callback's hooks: every epoch gets its own length, and a resumed loader its state."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # Before the progress bar, which reads the length in the same hook. A new list: Lightning walks the
-        # old one.
+        # Before the progress bar, which reads the length in this hook. Lightning walks the old list.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

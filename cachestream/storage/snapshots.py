@@ -186,8 +186,7 @@ def _shards_to_leave(
     Fewer of both are left out where the epoch would have less than `min_samples`.
 
     Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
-    several trainers have to leave out the same ones. The caller's leases end with the previous epoch and do
-    not count.
+    several trainers have to leave out the same ones. The caller's leases end soon and do not count.
 
     If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
     previous epoch left out. Those come first, so their bytes are added to the share.
@@ -314,8 +313,7 @@ class ReusableSnapshots:
     next snapshot or by `settle`. A process that is killed loses the uses of some seconds, but not their
     order: all shards were used alike.
 
-    The last one is also used again if no new one can be taken: the disk is full or fails, or the catalogue is
-    locked.
+    The last one is also used again if no new one can be taken, as on a full disk or a locked catalogue.
     """
 
     def __init__(

@@ -52,8 +52,7 @@ _ENDED: Final = frozenset({Stage.FINISHED, Stage.LEFT, Stage.CLOSED})
 
 
 class EpochIteration:
-    """An iteration that began with `request`, after `batches` delivered batches of its epoch. Used by one
-    thread at a time.
+    """An iteration that began with `request`, after `batches` of its epoch. Used by one thread at a time.
 
     `segment`: that of the last batch, None before the first. `group`: the batches taken from the queue.
     `iterator`: the trainer's iterator.
@@ -116,8 +115,7 @@ class EpochIteration:
             if self.is_running:
                 self._fail(error)
             raise
-        # The last step, with no call after it: an interrupt before it leaves the batch uncounted and
-        # undelivered.
+        # The last step: an interrupt before it leaves the batch uncounted and undelivered.
         self.batches = number
         return batch
 
@@ -292,8 +290,7 @@ class EpochSequence:
         if (running := self._running) is not None:
             self._closed_at = self._rest()
             stage = Stage.CLOSED if self._closed_at.epoch == running.epoch else Stage.FINISHED
-        # Before the queue is emptied: a thread that waits for a batch then learns of the end, not of a
-        # timeout.
+        # Before the queue is emptied: a thread that waits for a batch learns of the end, not of a timeout.
         self._pipeline.stop(join=False)
         if running is not None:
             running.end(stage)

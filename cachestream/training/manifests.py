@@ -43,8 +43,7 @@ _CLOSE_S: Final = 30.0
 class RecordedSegment:
     """`batches` batches for each of the `ranks` that shared the order, after `done` batches of the epoch.
 
-    `samples` samples of the order were drawn for them. The shards of `record` are numbered by their index in
-    the manifest.
+    `samples` samples of the order were drawn for them. `record` numbers shards as the manifest does.
     """
 
     index: int
@@ -181,8 +180,7 @@ def load_manifest(path: str) -> EpochManifest:
 class Recorder:
     """A writer of manifests into `folder`, in a thread of its own. Used from the training thread.
 
-    `settings` go into each manifest. A manifest that cannot be written, or not in time, is a warning:
-    training goes on.
+    `settings` go into each manifest. One that cannot be written, or not in time, is a warning.
     """
 
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:

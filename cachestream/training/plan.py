@@ -74,8 +74,7 @@ class LocalOrder:
     def needs(self, position: int) -> tuple[int, int]:
         """The range [first, end) in the order of runs that must be read when `position` is reached.
 
-        It is the window of `position`, and as much of the next window as has passed of this one, for steady
-        disk load.
+        It is the window of `position`, and as much of the next as has passed of it, for steady disk load.
         """
         window = position - position % self.window
         end = min(-(-self.size // self.window) * self.window, self.num_samples)

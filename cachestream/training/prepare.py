@@ -212,8 +212,7 @@ class Preparer:
     def _draw(self, request: Request, dataset: EpochDataset, cancelled: Callable[[], bool]) -> SegmentRecord:
         """Draw the order of a new snapshot's samples: one list that all ranks of a cache split.
 
-        Raises the errors of the sampler, ConfigError for samples that do not exist, and as `StoreRanks.agree`
-        does.
+        Raises the sampler's errors, ConfigError for unknown samples, and those of `StoreRanks.agree`.
         """
         options, ranks, snapshot = self._options, self.ranks, dataset.snapshot
         _, lists, order = self._rounds(request)
@@ -247,8 +246,7 @@ class Preparer:
         ends = remaining is None or size >= remaining
         if remaining is not None:
             size = min(size, remaining)
-        # A pass that does not end the epoch gives whole batches only; the next pass gives the remaining
-        # samples.
+        # A pass that does not end the epoch gives whole batches only; the next one gives the other samples.
         batches = count_batches(size, batch_size, group_size, drop_last or not ends)
         if not batches and request.records is None:
             if remaining is not None and remaining < batch_size * group_size:

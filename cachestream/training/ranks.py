@@ -108,8 +108,7 @@ class StoreRanks(Ranks):
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
     ) -> list[str]:
-        """Exchange settings and identities with the other ranks; return the identities of their caches, by
-        rank.
+        """Exchange settings and identities with all ranks; return their caches' identities, by rank.
 
         Raises RankMismatchError for `settings` that differ from rank 0's.
         """
@@ -291,8 +290,7 @@ def find_ranks(
 
 
 def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
-    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses
-    each.
+    """The share of cache `cache_id` among all caches of the job: (i, n), by the lowest rank on each.
 
     None when all ranks share one cache, or there is one rank. Waits for all ranks to call it; raises
     RankMismatchError when one does not within `deadline_s`.

@@ -1,5 +1,4 @@
-"""The rendezvous of a job's ranks: a store that all ranks reach, and a separate connection to it that cannot
-hang.
+"""The rendezvous of a job's ranks: a store that all reach, over a connection that cannot hang.
 
 A call of torch's store waits for an answer until TCP gives up, a quarter of an hour if the host is cut off.
 So the socket under the connection gets a timeout.

@@ -1,5 +1,4 @@
-"""The state shared by the training, preparing and gathering threads: prepared segments, queued batches, the
-next request.
+"""The state that a loader's threads share: prepared segments, queued batches, the next request.
 
 The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
 happens under one lock and does no I/O: segments that it retires are closed after it.
@@ -50,8 +49,7 @@ class Pace:
             self._estimate_s = (now_s - self._began_s) / (self._taken - in_hand)
 
     def should_prepare(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
-        """Return whether to prepare the segment after one of `batches` batches, `gathered` so far, `waiting`
-        of them queued.
+        """Return whether to prepare the next segment: of `batches`, `gathered` are, `waiting` of them queued.
 
         True when most are gathered, or the batches left to the trainer last no longer than `ahead_s`.
         """

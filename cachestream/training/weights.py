@@ -138,8 +138,7 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
     ends = np.cumsum(weights if total else np.ones(len(weights)))
     offset = mix_key(key, _OFFSET_KEY) / 2.0**64
     points = (np.arange(count) + offset) * (ends[-1] / count)
-    # Rounding may put the last point on the end. A sample of weight 0 is never the first to end after a
-    # point.
+    # Rounding may put the last point on the end. No sample of weight 0 is the first to end after a point.
     last = int(np.searchsorted(ends, ends[-1]))
     chosen = np.minimum(np.searchsorted(ends, points, side="right"), last)
     order = Permutation(count, mix_key(key, _SHUFFLE_KEY)).at(np.arange(count, dtype=np.int64))

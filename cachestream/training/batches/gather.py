@@ -27,8 +27,7 @@ from cachestream.training.batches.memory import BufferPool, Bytes, as_tensor, co
 if TYPE_CHECKING:
     from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses
 
-# Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested
-# tensor.
+# Field name → tensor [n, *shape]; where shapes vary a list, a Padded or a nested tensor.
 Columns = dict[str, Any]
 
 Layout = Literal["list", "padded", "nested"]
@@ -41,11 +40,9 @@ _NON_TEMPORAL_BYTES: Final = 2 << 20
 
 
 class Padded(NamedTuple):
-    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample's own
-    part.
+    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample.
 
-    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise `[B, ndim]`, the shape of
-    each sample.
+    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise the shapes `[B, ndim]`.
     """
 
     values: torch.Tensor

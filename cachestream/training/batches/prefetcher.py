@@ -116,8 +116,7 @@ class GatherTask:
 class PrefetchGroup(BatchGroup):
     """The batches at `locations`, gathered as they are taken; their shards must be mapped, and stay so.
 
-    The batches up to `handed` have left the prefetcher: `batches` are those of them that the trainer has not
-    taken.
+    The batches up to `handed` have left the prefetcher; the trainer has not taken `batches` of them.
     """
 
     is_prefetched = True
