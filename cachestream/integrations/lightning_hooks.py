@@ -58,9 +58,9 @@ def _keep_batches(loop: Any, limit: int | float) -> None:
     Otherwise every epoch of an EpochLoader would be drawn anew.
     """
     loaders = list(loop._combined_loader.flattened)
-    ours = [place for place, loader in enumerate(loaders) if isinstance(loader, EpochLoader)]
-    for place in ours:
-        loaders[place] = list(itertools.islice(loaders[place], _limited(len(loaders[place]), limit)))
+    ours = [index for index, loader in enumerate(loaders) if isinstance(loader, EpochLoader)]
+    for index in ours:
+        loaders[index] = list(itertools.islice(loaders[index], _limited(len(loaders[index]), limit)))
     if ours:
         loop._combined_loader.flattened = loaders
         iter(loop._data_fetcher)

@@ -128,7 +128,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         return _leased(cache, cached, chosen, schema)
 
 
-def retake_snapshot(
+def restore_snapshot(
     cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
@@ -154,7 +154,7 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
     """Count the `chosen` shards as used, and return the schema of their samples, with the cache's dtypes."""
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, chosen))  # held-out samples are not trained on
-    merged = reduce(Schema.merge, tables.schemas(np.unique(cached.schema_ids[chosen]).tolist()))
+    merged = reduce(Schema.merge, tables.schemas(set(cached.schema_ids[chosen].tolist())))
     # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
     return merged.with_dtypes((tables.schema or merged).dtypes)
 

@@ -84,6 +84,11 @@ def board_text(words: str) -> bytes:
     return words.encode("utf-8", "replace")
 
 
+def _first_text(texts: npt.NDArray[Any]) -> str:
+    """The first of the slots' `texts` that is not empty; "" if all are."""
+    return next((bytes(text).decode("utf-8", "ignore") for text in texts if text), "")
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """The counters of all sampling processes together, since the worker started."""
@@ -182,14 +187,11 @@ class Board:
         """The disk's error for a process that waits for space; "" if none waits because of one."""
         slots = self._slots[: self.processes]
         waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as during a retry
-        said = slots["refusal"][waiting & (slots["refusal"] != b"")]
-        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+        return _first_text(slots["refusal"][waiting])
 
     def silence(self) -> str:
         """The remote that a process waits for and that does not answer; "" if all answer."""
-        said = self._slots["silence"][: self.processes]
-        said = said[said != b""]
-        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+        return _first_text(self._slots["silence"][: self.processes])
 
     def bandwidth_bytes_per_s(self) -> float | None:
         """The bandwidth limit of the worker; None without one."""

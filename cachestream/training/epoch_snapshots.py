@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cachestream")
 _SLICE: Final = 16  # shards opened between two checks of the deadline and of cancellation
-_RETAKES: Final = 10
+_ATTEMPTS: Final = 10
 
 
 @dataclass(slots=True, eq=False)
@@ -153,17 +153,17 @@ class EpochSnapshots:
         cancelled: Callable[[], bool],
     ) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
-        for _ in range(_RETAKES):
+        for _ in range(_ATTEMPTS):
             with ExitStack() as undo:
                 taken = self._take_once(request, epoch_size, group)
                 undo.callback(taken.lease.release)
                 if not (damaged := _open(taken.maps, until_s, cancelled)):
                     undo.pop_all()
                     return taken
-            for place, error in damaged:
-                self._cache.quarantine(int(taken.snapshot.shard_ids[place]), str(error))
+            for position, error in damaged:
+                self._cache.quarantine(int(taken.snapshot.shard_ids[position]), str(error))
         raise CorruptShardError(
-            f"{self._cache.path}: new damaged shards in each of {_RETAKES} snapshots; check the disk, "
+            f"{self._cache.path}: new damaged shards in each of {_ATTEMPTS} snapshots; check the disk, "
             "then run 'cachestream verify CACHE --repair'"
         )
 
@@ -176,7 +176,7 @@ class EpochSnapshots:
         if record is not None:
             # Without any of its shards, the rest of the epoch is drawn from the cached ones.
             with suppress(NotEnoughSamplesError):
-                return self._retake(record)[0]
+                return self._restore(record)[0]
         # The epoch may have no samples left for this cache; its ranks then give no batch, as all ranks do.
         size = None if epoch_size is None else max(1, epoch_size)
         least = len(group) * (options.batch_size if options.drop_last else 1)
@@ -194,7 +194,7 @@ class EpochSnapshots:
         leader = group[0]
         record = record or replay.segment(self._cache, request.epoch, request.index, leader)
         record.check_split(self._options.split)
-        taken, gone = self._retake(record)
+        taken, gone = self._restore(record)
         evicted = sum(shard_id >= 0 for shard_id in gone)
         if evicted:
             taken.lease.release()
@@ -206,9 +206,9 @@ class EpochSnapshots:
         later = replay.batches_after(request.epoch, request.index, leader, batch_size, len(group))
         return replace(taken, record=record, later_batches=later)
 
-    def _retake(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
+    def _restore(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
         """Take the cached shards of `record`; return their snapshot, and the ids that went since."""
-        snapshot, lease, gone = self._cache.retake_snapshot(
+        snapshot, lease, gone = self._cache.restore_snapshot(
             record.shard_ids, record.counts, split=self._options.split
         )
         before = record.gone

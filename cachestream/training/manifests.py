@@ -98,15 +98,15 @@ class EpochManifest:
 
     def continued(self, segment: RecordedSegment, contents: Iterable[Content]) -> EpochManifest:
         """The epoch, continued with `segment` from its beginning; its shards have the ids in `contents`."""
-        places = {(shard.shard_id, shard.hash): place for place, shard in enumerate(self.shards)}
+        numbers = {(shard.shard_id, shard.hash): number for number, shard in enumerate(self.shards)}
         shards = list(self.shards)
         names: dict[int, int] = {}
         for content in contents:
             identity = content.shard_id, content.hash
-            if identity not in places:
-                places[identity] = len(shards)
+            if identity not in numbers:
+                numbers[identity] = len(shards)
                 shards.append(content)
-            names[content.shard_id] = places[identity]
+            names[content.shard_id] = numbers[identity]
         # Shards that were gone already get negative numbers, which are never looked up.
         ids = np.array([names.get(old, -1 - old) for old in segment.record.shard_ids.tolist()], np.int64)
         before = [old.until(segment.done) for old in self.segments if old.done < segment.done]
@@ -287,7 +287,8 @@ class Replay:
         manifest, segments = self._segments(epoch, leader)
         record = segments[index].drawn()
         # Negative numbers stand for shards that were gone when the epoch was recorded.
-        needed = {place: manifest.shards[place] for place in record.shard_ids.tolist() if place >= 0}
+        numbers = record.shard_ids.tolist()
+        needed = {number: manifest.shards[number] for number in numbers if number >= 0}
         found = self._contents.find(cache.path, sample_counts(cache.catalogue), needed.values())
         missing = [shard for shard in needed.values() if shard.hash not in found]
         if missing:
@@ -296,7 +297,7 @@ class Replay:
                 f"({sum(shard.num_samples for shard in missing)} samples): bring them back with "
                 f"'cachestream refetch {self._path(epoch, leader)} SOURCE {cache.path}'"
             )
-        ids = [found[needed[place].hash] if place >= 0 else place for place in record.shard_ids.tolist()]
+        ids = [found[needed[number].hash] if number >= 0 else number for number in numbers]
         return record.renumbered(np.array(ids, np.int64))
 
     def batches_after(self, epoch: int, index: int, leader: int, batch_size: int, ranks: int) -> int:

@@ -65,11 +65,11 @@ class LocalOrder:
         within = positions - firsts
         if len(windows) and windows[0] == windows[-1] and (windows == windows[0]).all():
             return self._samples(firsts + self._shuffle(int(windows[0])).at(within))
-        placed = np.empty_like(positions)
+        shuffled = np.empty_like(positions)
         for number in np.unique(windows).tolist():
             here = np.flatnonzero(windows == number)
-            placed[here] = firsts[here] + self._shuffle(number).at(within[here])
-        return self._samples(placed)
+            shuffled[here] = firsts[here] + self._shuffle(number).at(within[here])
+        return self._samples(shuffled)
 
     def needs(self, position: int) -> tuple[int, int]:
         """The range [first, end) in the order of runs that must be read when `position` is reached.
@@ -95,11 +95,11 @@ class LocalOrder:
         starts = np.concatenate([samples, np.zeros(len(over), np.int64)])
         return starts, np.concatenate([np.minimum(stops, self.num_samples), over])
 
-    def _samples(self, places: IntArray) -> IntArray:
-        """The samples at `places` in the order of runs."""
+    def _samples(self, positions: IntArray) -> IntArray:
+        """The samples at `positions` in the order of runs."""
         whole = self.num_samples // self.run
-        runs = places // self.run
-        rows = places - runs * self.run
+        runs = positions // self.run
+        rows = positions - runs * self.run
         if whole > 1:
             full = runs < whole
             runs[full] = _permutation(whole, mix_key(self.key, _RUNS_KEY)).at(runs[full])
@@ -216,8 +216,8 @@ class Plan:
         """Batches range(`first`, `stop`) of `rank` as runs of the order: starts and ends, int64 `[n]`."""
         numbers = np.arange(first, stop, dtype=np.int64)
         if self.bounds is not None:
-            places = numbers * self.ranks + rank
-            return self.bounds[places], self.bounds[places + 1]
+            own = numbers * self.ranks + rank
+            return self.bounds[own], self.bounds[own + 1]
         together = self.batch_size * self.ranks
         begins = numbers * together
         shares, extra = np.divmod(np.minimum(self.num_samples - begins, together), self.ranks)
@@ -367,7 +367,7 @@ def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> 
 
 
 def _located(order: SampleOrder, record: SegmentRecord) -> tuple[IntArray, IntArray]:
-    """The samples of `order`, and the places of their shards in `record`, int64 `[n]` each."""
+    """The samples of `order`, and the indices of their shards in `record`, int64 `[n]` each."""
     indices = order.at(np.arange(order.size, dtype=np.int64))
     return indices, np.searchsorted(_starts(record.counts), indices, side="right") - 1
 

@@ -165,8 +165,8 @@ def _gather_padded(field: Field, values: _Values) -> Padded:
         width = whole.nbytes // max(1, len(whole))
         values.copy_to(whole.ctypes.data + np.arange(len(whole)) * width)
     else:  # several dimensions vary: each value goes into a corner of its part
-        for place, value in zip(whole, values.arrays(), strict=True):
-            place[tuple(map(slice, value.shape))] = value
+        for target, value in zip(whole, values.arrays(), strict=True):
+            target[tuple(map(slice, value.shape))] = value
     lengths = torch.from_numpy(shapes[:, 0].copy() if shapes.shape[1] == 1 else shapes.copy())
     return Padded(as_tensor(whole, field.dtype), lengths)
 
