@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeoutError,
     )
-    from cachestream.integrations.metrics import metrics
     from cachestream.listing.manifest import Manifest
     from cachestream.sources.arrays import ArraySource
     from cachestream.sources.arrow_files import ArrowSource
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from cachestream.training.batches.gather import Padded
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.loader import EpochLoader
+    from cachestream.training.stats import metrics
     from cachestream.worker.worker import Worker, start_worker
 
 __all__ = [
@@ -125,7 +125,7 @@ _HOMES: Final[dict[str, str]] = {
     "TarSource": "sources.tar",
     "Worker": "worker.worker",
     "collate": "training.batches.collate",
-    "metrics": "integrations.metrics",
+    "metrics": "training.stats",
     "mix": "sources.open",
     "open_source": "sources.open",
     "start_worker": "worker.worker",

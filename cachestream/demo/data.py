@@ -1,5 +1,4 @@
-"""Remote of the demo: JPEG views of places in the photographs that scikit-image ships, in a folder for each
-place.
+"""Remote of the demo: JPEG views of places in scikit-image's photographs, in a folder for each place.
 
 The task is to recognise the place (one of 135) in a view of varying position and scale. Training needs many
 views of each place, so accuracy follows the number of samples cached.

@@ -42,9 +42,7 @@ _WORKER_END_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of the demo: fetching the remote once takes `fetch_s`, and the cache holds
-    `cached_share` of it.
-    """
+    """Size of the demo: fetching the remote once takes `fetch_s`; the cache holds `cached_share` of it."""
 
     num_samples: int = 6000
     num_held_out: int = 4 * PLACES
@@ -178,9 +176,8 @@ def train_ranks(
 ) -> Generator[EpochDone, None, None]:
     """Yield the epochs of ranks under torchrun, which work in the folder `work`; their stderr goes to `log`.
 
-    Closing the generator ends them. They get a session of their own: Ctrl-C then reaches this process alone,
-    and they end in order. If this process is killed, the first rank's next report fails, and torchrun ends
-    the others.
+    Closing the generator ends them. They have a session of their own: Ctrl-C reaches this process alone, and
+    they end in order. If this process is killed, the first rank's next report fails, and so all end.
 
     Raises EpochError with their reasons if they fail.
     """

@@ -120,9 +120,7 @@ def normalise(images: Tensor) -> Tensor:
 
 
 def augment(batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
-    """The demo's batch_transform, run in the loader's thread: a random shift of the batch, then
-    normalised.
-    """
+    """The demo's batch_transform, run in the loader's thread: a random shift, then normalised."""
     pad = (_SHIFT,) * 4
     images = functional.pad(normalise(batch["image"]), pad, mode="replicate")
     left, top = torch.randint(0, 2 * _SHIFT + 1, (2,), device=generator.device, generator=generator).tolist()

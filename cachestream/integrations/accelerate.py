@@ -37,8 +37,7 @@ def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoa
 
 
 class PreparedLoader:
-    """An EpochLoader that tells Accelerate when its last batch is in use; it has all of the loader's
-    attributes.
+    """An EpochLoader, with all its attributes, that tells Accelerate when its last batch is in use.
 
     Batches are not filled up with repeated samples, so `gather_for_metrics` has nothing to remove.
     """

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from cachestream.integrations.metrics import metrics
 from cachestream.training.loader import EpochLoader
+from cachestream.training.stats import metrics
 
 _LOADERS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
@@ -21,8 +21,7 @@ class EpochHooks:
     """A callback's hooks: every epoch gets its own length, and a resumed loader its state."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # Before the progress bar, which reads the length in the same hook. A new list: Lightning walks the
-        # old one.
+        # Before the progress bar, which reads the length in this hook. Lightning walks the old list.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -59,9 +58,9 @@ def _keep_batches(loop: Any, limit: int | float) -> None:
     Otherwise every epoch of an EpochLoader would be drawn anew.
     """
     loaders = list(loop._combined_loader.flattened)
-    ours = [place for place, loader in enumerate(loaders) if isinstance(loader, EpochLoader)]
-    for place in ours:
-        loaders[place] = list(itertools.islice(loaders[place], _limited(len(loaders[place]), limit)))
+    ours = [index for index, loader in enumerate(loaders) if isinstance(loader, EpochLoader)]
+    for index in ours:
+        loaders[index] = list(itertools.islice(loaders[index], _limited(len(loaders[index]), limit)))
     if ours:
         loop._combined_loader.flattened = loaders
         iter(loop._data_fetcher)

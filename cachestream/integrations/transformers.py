@@ -22,8 +22,7 @@ _FILE: Final = "cachestream.json"
 
 
 class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Saves the position of `loader` in every checkpoint of the Trainer, and restores it when the Trainer
-    resumes.
+    """Saves the position of `loader` in the Trainer's checkpoints, and restores it when it resumes.
 
     Resuming needs no skipping of batches: `args.ignore_data_skip` is set. Raises ConfigError for a checkpoint
     without the loader's state, and for arguments that ask for other batches than the loader's.
@@ -80,8 +79,7 @@ def _file(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """A Trainer that trains from `train_loader`, which is not split once more. All other arguments are the
-    Trainer's.
+    """A Trainer that trains from `train_loader`, not split again; other arguments are the Trainer's.
 
     `per_device_train_batch_size` is only reported: batches are the loader's. For evaluation give
     `eval_dataset=cache.snapshot()`, or any other dataset.

@@ -32,7 +32,7 @@ from cachestream.storage.recovery import (
 from cachestream.storage.reservations import HEADROOM_BYTES, Owner, Reservations, room_in
 from cachestream.storage.settings import change_settings, choose_split, opening_lock, parse_limit, save_copy
 from cachestream.storage.shard import shard_path
-from cachestream.storage.snapshots import SnapshotRequest, retake_snapshot, take_snapshot
+from cachestream.storage.snapshots import SnapshotRequest, restore_snapshot, take_snapshot
 from cachestream.storage.status import (
     CacheStatus,
     has_worker,
@@ -205,8 +205,9 @@ class Cache:
         fewer samples, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
-        if timeout_s is not None:
-            check_seconds("timeout_s", timeout_s)
+        if timeout_s is None:
+            return wait_for_samples(self, count)
+        check_seconds("timeout_s", timeout_s)
         return wait_for_samples(self, count, timeout_s)
 
     # --- epochs
@@ -246,11 +247,11 @@ class Cache:
         check_share("turnover", turnover)
         return take_snapshot(self, SnapshotRequest(epoch_size, turnover, min_samples, own_leases, split))
 
-    def retake_snapshot(
+    def restore_snapshot(
         self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, split: Split | None = None
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
-        return retake_snapshot(self, np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64), split)
+        return restore_snapshot(self, np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64), split)
 
     # --- space and soundness
 

@@ -23,6 +23,7 @@ from cachestream.storage.locks import HeldFile, is_held, lock_file, locked, remo
 from cachestream.storage.os_errors import lock_timeout, translated_disk_errors
 
 _CREATE_TIMEOUT_S: Final = 2.0
+_JOIN_TIMEOUT_S: Final = 5.0
 _LOCK_TIMEOUT_S: Final = 20.0
 
 
@@ -56,13 +57,13 @@ class Lease:
         return f"<Lease {os.path.basename(self.path)} {'held' if self.held else 'released'}>"
 
 
-def join_lease(path: str, timeout_s: float = 5.0) -> Lease:
+def join_lease(path: str) -> Lease:
     """Also hold the lease at `path`, from another process or an unpickled copy of a dataset.
 
     Raises EpochError when the lease has ended: its shards may have been evicted since.
     """
     try:
-        file = lock_file(path, shared=True, create=False, timeout_s=timeout_s)
+        file = lock_file(path, shared=True, create=False, timeout_s=_JOIN_TIMEOUT_S)
     except FileNotFoundError:
         file = None
     if file is None:
@@ -84,8 +85,8 @@ class LeasedShards:
         """The number of leases that hold each of `ids`, int64 `[n]`, except those at the paths `excluded`."""
         counts = np.zeros(len(ids), np.int64)
         for ranges in (self.ranges[path] for path in self.ranges.keys() - set(excluded)):
-            place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
-            counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
+            index = np.searchsorted(ranges[:, 0], ids, side="right") - 1
+            counts += (index >= 0) & (ids <= ranges[index, 1]) if len(ranges) else 0
         return counts
 
 

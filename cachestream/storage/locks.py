@@ -58,8 +58,7 @@ class HeldFile:
                 self._holders.add(holder)
 
     def release(self, unlink: bool = False, holder: int = 0) -> None:
-        """Drop the lock, unless holders other than `holder` share it. With `unlink`, the file is removed while
-        still locked.
+        """Drop the lock, unless other holders share it; with `unlink`, remove the file before that.
 
         A file that cannot be removed stays, as the file of a dead process does.
         """
@@ -173,8 +172,7 @@ def remove_unheld(path: str) -> bool:
         return True
     if lock is None:
         return not os.path.exists(path)
-    # Unlinked while locked: after the lock is dropped, another process could lock a file that no one else
-    # can open.
+    # Unlinked while locked: another process could otherwise lock a file that no one else can open.
     lock.release(unlink=True)
     return True
 

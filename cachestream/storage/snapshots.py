@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -12,7 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import CacheError, CorruptShardError, NotEnoughSamplesError
+from cachestream.errors import (
+    CacheError,
+    CacheVersionError,
+    CorruptShardError,
+    NotEnoughSamplesError,
+    SchemaMismatchError,
+)
 from cachestream.schema import IntArray, Schema, Snapshot, Split
 from cachestream.storage.eviction import (
     PassProgress,
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from cachestream.storage.leases import LeasedShards
     from cachestream.storage.tables import Tables
 
+logger = logging.getLogger("cachestream")
 _REUSE_S: Final = 10.0
 _RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 
@@ -120,7 +128,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         return _leased(cache, cached, chosen, schema)
 
 
-def retake_snapshot(
+def restore_snapshot(
     cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
@@ -146,7 +154,7 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
     """Count the `chosen` shards as used, and return the schema of their samples, with the cache's dtypes."""
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, chosen))  # held-out samples are not trained on
-    merged = reduce(Schema.merge, tables.schemas(np.unique(cached.schema_ids[chosen]).tolist()))
+    merged = reduce(Schema.merge, tables.schemas(set(cached.schema_ids[chosen].tolist())))
     # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
     return merged.with_dtypes((tables.schema or merged).dtypes)
 
@@ -178,8 +186,7 @@ def _shards_to_leave(
     Fewer of both are left out where the epoch would have less than `min_samples`.
 
     Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
-    several trainers have to leave out the same ones. The caller's leases end with the previous epoch and do
-    not count.
+    several trainers have to leave out the same ones. The caller's leases end soon and do not count.
 
     If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
     previous epoch left out. Those come first, so their bytes are added to the share.
@@ -282,27 +289,22 @@ def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
     return ids, counts, uses
 
 
-def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
-    """Return whether any of the shards is cached."""
-    with catalogue.reading() as tables:
-        return any(tables.shard(shard_id) is not None for shard_id in shard_ids)
-
-
 @dataclass(slots=True)
-class _Reusable:
-    """A snapshot of the whole cache at `revision`, with a lease of its own.
+class _LastSnapshot:
+    """The last snapshot, with a lease of its own.
 
-    `uncounted` is the number of times it was reused since its uses were counted.
+    `revision` is that of the catalogue, if the snapshot holds all shards; it is reused until `until_s` then.
+    `uncounted` is the number of times that it was, since its uses were counted.
     """
 
     snapshot: Snapshot
     lease: Lease
-    revision: Revision
+    revision: Revision | None
     until_s: float
     uncounted: int = 0
 
 
-class StandingSnapshots:
+class ReusableSnapshots:
     """The snapshots of one reader: the last one is reused while nothing changes. Used by one thread.
 
     Epochs of a few milliseconds are shorter than the time to make a lease, which is a file, a lock, and a
@@ -310,6 +312,8 @@ class StandingSnapshots:
     and nothing was committed: a new one would hold the same shards. Its reuses are counted together, at the
     next snapshot or by `settle`. A process that is killed loses the uses of some seconds, but not their
     order: all shards were used alike.
+
+    The last one is also used again if no new one can be taken, as on a full disk or a locked catalogue.
     """
 
     def __init__(
@@ -318,28 +322,26 @@ class StandingSnapshots:
         self._cache = cache
         self._split = split
         self._clock = clock
-        self._last: _Reusable | None = None
+        self._last: _LastSnapshot | None = None
+        self._warned = False  # that the last snapshot is used again
         self._recent_leases: list[str] = []  # paths of the leases of the last epochs
 
     def take(self, epoch_size: int | None, turnover: float, min_samples: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
-        is_reusable = epoch_size is None and not self._cache.has_worker()
-        if is_reusable and (again := self._reuse()) is not None:
-            return again
-        self.settle()
-        if is_reusable:
-            self._enforce_limit()  # the shards of the epoch before last may be evicted now
-        before = self._cache.catalogue.revision()
-        snapshot, lease = self._cache.take_snapshot(
-            epoch_size, turnover, min_samples, self._recent_leases, self._split
-        )
-        self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
-        # What the snapshot leaves out will be evicted soon.
-        if is_reusable and snapshot.num_shards == self._cache.num_shards:
-            now = self._cache.catalogue.revision()
-            if now == before.after_one() and (mine := lease.again()) is not None:
-                self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
-        return snapshot, lease
+        try:
+            return self._take(epoch_size, turnover, min_samples)
+        except (SchemaMismatchError, CacheVersionError):
+            raise
+        except CacheError as error:
+            if (last := self._last) is None or (lease := last.lease.again()) is None:
+                raise
+            if not self._warned:
+                logger.warning(
+                    "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last one",
+                    *(self._cache.path, str(error)),  # not the error, whose frames hold maps
+                )
+                self._warned = True
+            return last.snapshot, lease
 
     def close(self) -> None:
         """Release the snapshot, and enforce the cache's limit."""
@@ -347,31 +349,59 @@ class StandingSnapshots:
         if os.path.exists(self._cache.catalogue.path):
             self._enforce_limit()
 
+    def settle(self) -> None:
+        """Count the uses that are not yet counted, and release the snapshot."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.lease.release()
+            self._count_uses(last)
+
+    def _take(self, epoch_size: int | None, turnover: float, min_samples: int) -> tuple[Snapshot, Lease]:
+        cache, last = self._cache, self._last
+        is_reusable = epoch_size is None and not cache.has_worker()
+        if last is not None:
+            if is_reusable and (lease := self._reuse(last)) is not None:
+                return last.snapshot, lease
+            last.revision = None
+            self._count_uses(last)
+        if is_reusable:
+            self._enforce_limit()  # the shards of the epoch before last may be evicted now
+        before = cache.catalogue.revision()
+        snapshot, lease = cache.take_snapshot(
+            epoch_size, turnover, min_samples, self._recent_leases, self._split
+        )
+        self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
+        revision = None
+        # What the snapshot leaves out will be evicted soon.
+        if is_reusable and snapshot.num_shards == cache.num_shards:
+            now = cache.catalogue.revision()
+            revision = now if now == before.after_one() else None
+        mine, until_s = lease.again(), self._clock() + _REUSE_S
+        self._last = None if mine is None else _LastSnapshot(snapshot, mine, revision, until_s)
+        self._warned = False
+        if last is not None:
+            last.lease.release()
+        return snapshot, lease
+
+    def _reuse(self, last: _LastSnapshot) -> Lease | None:
+        """Another lease on the `last` snapshot, if a new one would be the same."""
+        if self._clock() > last.until_s or self._cache.catalogue.revision() != last.revision:
+            return None
+        lease = last.lease.again()
+        last.uncounted += lease is not None
+        return lease
+
+    def _count_uses(self, last: _LastSnapshot) -> None:
+        times, last.uncounted = last.uncounted, 0
+        trains = self._split is None or not self._split.held_out
+        # A cache that was removed gets no new catalogue.
+        if trains and times and os.path.exists(self._cache.catalogue.path):
+            ids = last.snapshot.shard_ids
+            with self._cache.catalogue.transaction() as tables:
+                tables.mark_used(ranges_of(ids, np.arange(len(ids))), times)
+
     def _enforce_limit(self) -> None:
         """Enforce the limit where no worker does. An error is ignored: the next snapshot tries again."""
         if not self._cache.has_worker():
             with suppress(CacheError):
                 self._cache.enforce_limit()
-
-    def settle(self) -> None:
-        """Count the uses that are not yet counted, and release the snapshot."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        last.lease.release()
-        # A cache that was removed gets no new catalogue.
-        trains = self._split is None or not self._split.held_out
-        if trains and last.uncounted and os.path.exists(self._cache.catalogue.path):
-            ids = last.snapshot.shard_ids
-            with self._cache.catalogue.transaction() as tables:
-                tables.mark_used(ranges_of(ids, np.arange(len(ids))), last.uncounted)
-
-    def _reuse(self) -> tuple[Snapshot, Lease] | None:
-        last = self._last
-        if last is None or self._clock() > last.until_s or self._cache.catalogue.revision() != last.revision:
-            return None
-        lease = last.lease.again()
-        if lease is None:
-            return None
-        last.uncounted += 1
-        return last.snapshot, lease

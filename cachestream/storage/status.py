@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,15 +19,21 @@ from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
+from cachestream.storage.snapshots import count_samples
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 
 if TYPE_CHECKING:
+    from cachestream.schema import Split
     from cachestream.storage.cache import Cache
     from cachestream.storage.filling import FillState
     from cachestream.storage.layout import Directory
     from cachestream.storage.tables import FailureRow
 
 _POLL_S: Final = 0.02
+_LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
+_WARN_AFTER_S: Final = 8.0
+_WARN_RETRY_S: Final = 0.5
+_FEWER: Final = "ask for fewer samples (min_samples, a smaller batch_size, or drop_last=False)"
 
 logger = logging.getLogger("cachestream")
 
@@ -255,29 +261,79 @@ def hindrance(directory: Directory, fill: FillState) -> str:
     )
 
 
-def wait_for_samples(cache: Cache, count: int, timeout_s: float | None) -> int:
-    """Wait as `Cache.wait` until `count` samples are cached, and return the number of cached samples."""
-    deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    while True:
+def wait_for_samples(
+    cache: Cache,
+    wanted: int,
+    timeout_s: float = math.inf,
+    least: int | None = None,
+    split: Split | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Wait until `wanted` samples of `split` are cached, and return the number of cached ones.
+
+    When no more come, `least` are enough. `pause(seconds)` may raise an error, which ends the wait. Raises
+    NotEnoughSamplesError when there are and will be too few. Warns once, after some seconds, why none come.
+    """
+    least = wanted if least is None else least
+    warn_s, waited_s, polled_s = _WARN_AFTER_S, 0.0, time.monotonic()
+    while (have := count_samples(cache, split)) < wanted:
         state, fill = read_filling(cache)
-        if fill.num_samples >= count:
-            return fill.num_samples
-        hint = ""
-        if state == "full":
-            why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
-            hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
-        elif state in ("complete", "failed"):
-            why = f"the filling is {state}"
-        elif time.monotonic() >= deadline_s:
-            why = f"after {timeout_s:g} s the filling is '{state}'"
-        else:
-            time.sleep(_POLL_S)  # SQLite cannot notify
-            continue
-        hint = hint or fill.message or hindrance(cache.directory, fill) or describe_skipped(fill.failures)
-        raise NotEnoughSamplesError(
-            f"{cache.path} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
-            + (hint or "see 'cachestream status CACHE', or ask for fewer samples")
+        ended = state in ("complete", "full", "failed")
+        if ended or waited_s >= timeout_s:
+            # The last samples may have come between the count and the state.
+            if (have := count_samples(cache, split)) >= least:
+                return have
+            of = "" if split is None else f" of the split '{split.name}'"
+            why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
+            reason = _describe_shortage(cache.directory, fill, have, state, why, ended=ended)
+            raise NotEnoughSamplesError(
+                f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
+            )
+        if waited_s > warn_s:
+            is_known = _warn_of_shortage(cache, fill, have, wanted)
+            warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
+        pause(_POLL_S)  # SQLite cannot notify
+        before_s, polled_s = polled_s, time.monotonic()
+        waited_s += min(polled_s - before_s, _LONGEST_POLL_S)
+    return have
+
+
+def _warn_of_shortage(cache: Cache, fill: FillState, have: int, wanted: int) -> bool:
+    """Log why samples are missing; return whether the reason is known."""
+    why = hindrance(cache.directory, fill)
+    if why:
+        text = "no samples" if not have else f"{have} samples of {wanted}"
+        logger.warning("%s holds %s so far: %s", cache.path, text, why)
+    else:
+        warn_of_skipped(cache)
+    return bool(why)
+
+
+def _describe_shortage(
+    directory: Directory, fill: FillState, have: int, state: str, why: str, *, ended: bool
+) -> str:
+    """The reason why there are only `have` samples, which begins with `why`, and its remedy."""
+    hindered, skipped = hindrance(directory, fill), describe_skipped(fill.failures)
+    if state == "full" and not hindered:
+        why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
+        hint = f"raise that ('cachestream limit CACHE SIZE'), or {_FEWER}"
+    elif state == "none":
+        hint = "start a worker (cs.start_worker, or 'cachestream worker')"
+    elif state == "failed":
+        hint = fill.message or "see 'cachestream status CACHE'"
+    elif hindered and (state == "full" or not ended):
+        hint = hindered
+    elif not have and fill.message:
+        hint = f"{fill.message}; correct what fails and start again"
+    elif sum(one.count for one in fill.failures) > have:
+        hint = f"{skipped}; {remedy_for_skipped(fill.failures, fill.source or '')}"
+    elif ended:
+        hint = f"{_FEWER}, or give more data"
+    else:
+        hint = fill.message or (
+            "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
         )
+    return f"{why}: {hint}" + (f" ({skipped})" if skipped and skipped not in hint else "")
 
 
 def occupied_bytes(cache: Cache) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import chain
@@ -305,10 +305,9 @@ class Tables(ProgressTables, SplitTables):
             self.execute("DELETE FROM schemas WHERE id NOT IN (SELECT schema_id FROM shards)")
         return int(self.execute("INSERT INTO schemas (json) VALUES (?)", (text,)).lastrowid or 0)
 
-    def schemas(self, ids: Iterable[int] | None = None) -> list[Schema]:
-        wanted = None if ids is None else set(ids)
+    def schemas(self, ids: Collection[int]) -> list[Schema]:
         rows = self.execute("SELECT id, json FROM schemas").fetchall()
-        return [Schema.from_json(text) for key, text in rows if wanted is None or key in wanted]
+        return [Schema.from_json(text) for key, text in rows if key in ids]
 
     # --- reservations
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from cachestream.errors import CacheError
 from cachestream.linux import open_private
+from cachestream.repr_html import table
 from cachestream.storage.layout import Directory, replace_file
 from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
@@ -81,6 +82,11 @@ Slot = Any  # a numpy record of _SLOT, living in the map
 def board_text(words: str) -> bytes:
     """Encode `words` for a slot, which truncates them; what is not UTF-8, as in paths, becomes "?"."""
     return words.encode("utf-8", "replace")
+
+
+def _first_text(texts: npt.NDArray[Any]) -> str:
+    """The first of the slots' `texts` that is not empty; "" if all are."""
+    return next((bytes(text).decode("utf-8", "ignore") for text in texts if text), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +187,11 @@ class Board:
         """The disk's error for a process that waits for space; "" if none waits because of one."""
         slots = self._slots[: self.processes]
         waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as during a retry
-        said = slots["refusal"][waiting & (slots["refusal"] != b"")]
-        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+        return _first_text(slots["refusal"][waiting])
 
     def silence(self) -> str:
         """The remote that a process waits for and that does not answer; "" if all answer."""
-        said = self._slots["silence"][: self.processes]
-        said = said[said != b""]
-        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+        return _first_text(self._slots["silence"][: self.processes])
 
     def bandwidth_bytes_per_s(self) -> float | None:
         """The bandwidth limit of the worker; None without one."""
@@ -204,18 +207,21 @@ _LOADER_PREFIX: Final = "loader-"
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderReport:
-    """A loader that lives, as it last reported itself. The numbers are those of `LoaderStats`, of its rank.
+class LoaderStats:
+    """Statistics of an `EpochLoader`. Counts are of this rank, except `epoch_samples` and `reuse_factor`.
 
-    `epochs`: the last epochs, oldest first: number, samples, and the time of its beginning since 1970.
+    `samples`, `batches`, `skipped` (samples of damaged shards) and `wait_s` (time the trainer waited for
+    data) are since the loader was made. `wait_share`: the share of waiting in the time since the first
+    iteration; `epoch_wait_share`: the share in this epoch. `gap_s`: the time spent in the loader between the
+    last batch of the previous epoch and the first of this one. `samples_per_s`: the rate of this epoch,
+    training included. `epoch_samples`: the samples that the passes of the epoch so far were drawn from, in
+    `shards` shards. `reuse_factor`: samples drawn over (expected) distinct samples drawn, so far.
+    `prepare_s`: the duration of the last preparation.
     """
 
-    pid: int
-    rank: int
-    ranks: int
-    reported_s: float
     epoch: int
     epoch_samples: int
+    shards: int
     samples: int
     batches: int
     skipped: int
@@ -225,6 +231,31 @@ class LoaderReport:
     gap_s: float
     samples_per_s: float
     reuse_factor: float
+    prepare_s: float
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "drawn from": f"{self.epoch_samples} samples in {self.shards} shards",
+            "delivered": f"{self.samples} samples in {self.batches} batches",
+            "skipped": self.skipped,
+            "rate": f"{self.samples_per_s:.0f} samples/s",
+            "waiting": f"{self.wait_share:.1%}, in this epoch {self.epoch_wait_share:.1%}",
+            "reuse": f"{self.reuse_factor:.2f} times",
+        }
+        return table(f"Loader, epoch {self.epoch}", rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderReport(LoaderStats):
+    """A loader that lives, as it last reported itself.
+
+    `epochs`: the last epochs, oldest first: number, samples, and the time of its beginning since 1970.
+    """
+
+    pid: int
+    rank: int
+    ranks: int
+    reported_s: float
     epochs: tuple[tuple[int, int, float], ...]
 
 

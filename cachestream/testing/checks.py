@@ -338,9 +338,7 @@ CHECKS: Final[tuple[Callable[[SourceChecks], None], ...]] = (
 
 
 def is_source(value: Source | Callable[[], Source]) -> TypeGuard[Source]:
-    """Return whether `value` is a source itself; a class of sources is not, although it has the same
-    attributes.
-    """
+    """Return whether `value` is a source itself; a class of sources, which has its attributes, is not."""
     return isinstance(value, Source) and not isinstance(value, type)
 
 

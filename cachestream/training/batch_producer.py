@@ -117,9 +117,7 @@ class BatchProducer:
                 )
 
     def _transform_of(self, segment: Segment, number: int) -> Callable[[Any], Any] | None:
-        """The transform for batch `number` of the epoch on this rank, seeded by that number: the same after a
-        resume.
-        """
+        """The transform for batch `number` of the epoch, seeded by it: the same after a resume."""
         if self._transform is None:
             return None
         transform, device = self._transform, self._transfer.device

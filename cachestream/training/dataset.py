@@ -122,9 +122,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self.__init__(snapshot, join_lease(snapshot.lease))  # type: ignore[misc]
 
     def _check_indices(self, indices: Any) -> IntArray:
-        """Return `indices` as int64 `[n]` in range(len(self)); raises IndexError outside of it, TypeError for
-        other types.
-        """
+        """Return `indices` as int64 `[n]` in range(len(self)); raises IndexError, or TypeError."""
         given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(
@@ -193,9 +191,7 @@ def _all_within(samples: IntArray, size: int) -> bool:
 
 
 def _mapped(maps: EpochMaps, samples: IntArray) -> tuple[IntArray, IntArray]:
-    """The shards and rows of samples `samples`, with the shards mapped; raises CorruptShardError for a damaged
-    one.
-    """
+    """The shards, which are mapped now, and rows of `samples`; raises CorruptShardError for a damaged one."""
     shards, rows = maps.locate(samples)
     for _, error in maps.open(shards):
         raise error

@@ -1,6 +1,4 @@
-"""The snapshots that epochs are drawn from: the first of the ranks that share a cache takes them, and all
-lease and map them.
-"""
+"""The snapshots of epochs: one of the ranks that share a cache takes them, all lease and map them."""
 
 from __future__ import annotations
 
@@ -14,16 +12,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cachestream.errors import (
-    CacheError,
-    CacheVersionError,
     CorruptShardError,
     EpochError,
     NotEnoughSamplesError,
-    SchemaMismatchError,
 )
 from cachestream.schema import Schema, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.storage.snapshots import StandingSnapshots
+from cachestream.storage.snapshots import ReusableSnapshots
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.plan import SegmentRecord
 from cachestream.training.rendezvous import Cancelled
@@ -39,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cachestream")
 _SLICE: Final = 16  # shards opened between two checks of the deadline and of cancellation
-_RETAKES: Final = 10
+_ATTEMPTS: Final = 10
 
 
 @dataclass(slots=True, eq=False)
@@ -91,17 +86,14 @@ class EpochSnapshot:
 class EpochSnapshots:
     """The snapshots of one loader, of at least a batch for each rank if there are so many samples.
 
-    `maps` are those of the last snapshot; the next one takes over the shards that they have mapped. If no new
-    snapshot can be taken, the last one is used again.
+    `maps` are those of the last snapshot; the next one takes over the shards that they have mapped.
     """
 
     def __init__(self, cache: Cache, options: LoaderOptions) -> None:
         self.maps: EpochMaps | None = None
         self._cache = cache
         self._options = options
-        self._standing = StandingSnapshots(cache, split=options.split)
-        self._last: tuple[Snapshot, Lease] | None = None
-        self._warned = False  # that the last snapshot is used again
+        self._reusable = ReusableSnapshots(cache, split=options.split)
         self._schema: Schema | None = None
 
     def take(
@@ -128,7 +120,7 @@ class EpochSnapshots:
                 shared = ranks.share(name, None, cancelled)
                 taken = EpochSnapshot.join(shared, self._options.split, self.maps)
                 undo.callback(taken.lease.release)
-                for _, error in _open(taken, until_s, cancelled):
+                for _, error in _open(taken.maps, until_s, cancelled):
                     raise error
             undo.pop_all()
         self._warn_of_floats(taken.snapshot.schema)
@@ -150,8 +142,7 @@ class EpochSnapshots:
 
     def finish(self) -> None:
         """Release the last snapshot, and write the counts of its uses."""
-        self._keep(None)
-        self._standing.close()
+        self._reusable.close()
 
     def _take(
         self,
@@ -162,16 +153,17 @@ class EpochSnapshots:
         cancelled: Callable[[], bool],
     ) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
-        for _ in range(_RETAKES):
-            taken = self._take_once(request, epoch_size, group)
-            damaged = _open(taken, until_s, cancelled)
-            if not damaged:
-                return taken
-            taken.lease.release()
-            for place, error in damaged:
-                self._cache.quarantine(int(taken.snapshot.shard_ids[place]), str(error))
+        for _ in range(_ATTEMPTS):
+            with ExitStack() as undo:
+                taken = self._take_once(request, epoch_size, group)
+                undo.callback(taken.lease.release)
+                if not (damaged := _open(taken.maps, until_s, cancelled)):
+                    undo.pop_all()
+                    return taken
+            for position, error in damaged:
+                self._cache.quarantine(int(taken.snapshot.shard_ids[position]), str(error))
         raise CorruptShardError(
-            f"{self._cache.path}: new damaged shards in each of {_RETAKES} snapshots; check the disk, "
+            f"{self._cache.path}: new damaged shards in each of {_ATTEMPTS} snapshots; check the disk, "
             "then run 'cachestream verify CACHE --repair'"
         )
 
@@ -184,53 +176,25 @@ class EpochSnapshots:
         if record is not None:
             # Without any of its shards, the rest of the epoch is drawn from the cached ones.
             with suppress(NotEnoughSamplesError):
-                return self._retake(record)[0]
+                return self._restore(record)[0]
         # The epoch may have no samples left for this cache; its ranks then give no batch, as all ranks do.
         size = None if epoch_size is None else max(1, epoch_size)
         least = len(group) * (options.batch_size if options.drop_last else 1)
-        try:
-            snapshot, lease = self._standing.take(size, options.turnover, least)
-        except (SchemaMismatchError, CacheVersionError):
-            raise
-        except CacheError as error:  # the disk is full, or fails, or the catalogue is locked
-            snapshot, lease = self._reuse_last(error)
-        else:
-            mine = lease.again()  # another lease, until the next snapshot is taken
-            self._keep(None if mine is None else (snapshot, mine))
+        snapshot, lease = self._reusable.take(size, options.turnover, least)
         maps = self.maps
         # The maps of a snapshot that is used again are complete, so that none is ever opened or dropped.
         if maps is None or maps.snapshot is not snapshot or not maps.all_mapped:
             maps = EpochMaps(snapshot, maps)
         return EpochSnapshot(snapshot, lease, maps)
 
-    def _keep(self, last: tuple[Snapshot, Lease] | None) -> None:
-        before, self._last, self._warned = self._last, last, False
-        if before is not None:
-            before[1].release()
-
-    def _reuse_last(self, error: CacheError) -> tuple[Snapshot, Lease]:
-        """Return the last snapshot and another lease on it. Raises `error` if there is none."""
-        lease = None if self._last is None else self._last[1].again()
-        if self._last is None or lease is None:
-            raise error
-        if not self._warned:
-            logger.warning(
-                "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last one",
-                *(self._cache.path, str(error)),  # not the error, whose frames hold maps
-            )
-            self._warned = True
-        return self._last[0], lease
-
     def _take_recorded(
         self, replay: Replay, record: SegmentRecord | None, request: Request, group: Sequence[int]
     ) -> EpochSnapshot:
-        """Take a snapshot of the shards of a recorded epoch, or of `record`, the rest of one. Raises EpochError
-        if one is missing.
-        """
+        """Take all shards of a recorded epoch, or of `record`, the rest of one; raises EpochError."""
         leader = group[0]
         record = record or replay.segment(self._cache, request.epoch, request.index, leader)
         record.check_split(self._options.split)
-        taken, gone = self._retake(record)
+        taken, gone = self._restore(record)
         evicted = sum(shard_id >= 0 for shard_id in gone)
         if evicted:
             taken.lease.release()
@@ -242,11 +206,9 @@ class EpochSnapshots:
         later = replay.batches_after(request.epoch, request.index, leader, batch_size, len(group))
         return replace(taken, record=record, later_batches=later)
 
-    def _retake(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
-        """Take a snapshot of the shards of `record` that are cached; return it, and the ids of those that went
-        since.
-        """
-        snapshot, lease, gone = self._cache.retake_snapshot(
+    def _restore(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
+        """Take the cached shards of `record`; return their snapshot, and the ids that went since."""
+        snapshot, lease, gone = self._cache.restore_snapshot(
             record.shard_ids, record.counts, split=self._options.split
         )
         before = record.gone
@@ -255,22 +217,15 @@ class EpochSnapshots:
 
 
 def _open(
-    taken: EpochSnapshot, until_s: float, cancelled: Callable[[], bool]
+    maps: EpochMaps, until_s: float, cancelled: Callable[[], bool]
 ) -> list[tuple[int, CorruptShardError]]:
-    """Map and verify shards until the time `until_s`; return the damaged ones. Releases the lease on an error.
-    Raises Cancelled.
-    """
-    maps = taken.maps
+    """Map and verify shards until the time `until_s`; return the damaged ones. Raises Cancelled."""
     damaged: list[tuple[int, CorruptShardError]] = []
     missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
-    try:
-        for start in range(0, len(missing), _SLICE):
-            if cancelled():
-                raise Cancelled
-            damaged += maps.open(missing[start : start + _SLICE], ahead=True)
-            if time.monotonic() > until_s:
-                break
-    except BaseException:
-        taken.lease.release()
-        raise
+    for start in range(0, len(missing), _SLICE):
+        if cancelled():
+            raise Cancelled
+        damaged += maps.open(missing[start : start + _SLICE], ahead=True)
+        if time.monotonic() > until_s:
+            break
     return damaged

@@ -1,6 +1,4 @@
-"""The sequence of a loader's epochs, and one iteration of an epoch, from batch to batch, on the trainer's
-thread.
-"""
+"""The sequence of a loader's epochs, and the iteration of one, on the trainer's thread."""
 
 from __future__ import annotations
 
@@ -14,12 +12,13 @@ from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.ranks import find_job
 from cachestream.training.segment import Request, Segment
-from cachestream.training.stats import LoaderStats, Meter
+from cachestream.training.stats import Meter
 
 if TYPE_CHECKING:
     import weakref
 
     from cachestream.storage.layout import Directory
+    from cachestream.storage.telemetry import LoaderStats
     from cachestream.training.batches.prefetcher import BatchGroup
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Recorder
@@ -53,8 +52,7 @@ _ENDED: Final = frozenset({Stage.FINISHED, Stage.LEFT, Stage.CLOSED})
 
 
 class EpochIteration:
-    """An iteration that began with `request`, after `batches` delivered batches of its epoch. Used by one
-    thread at a time.
+    """An iteration that began with `request`, after `batches` of its epoch. Used by one thread at a time.
 
     `segment`: that of the last batch, None before the first. `group`: the batches taken from the queue.
     `iterator`: the trainer's iterator.
@@ -117,8 +115,7 @@ class EpochIteration:
             if self.is_running:
                 self._fail(error)
             raise
-        # The last step, with no call after it: an interrupt before it leaves the batch uncounted and
-        # undelivered.
+        # The last step: an interrupt before it leaves the batch uncounted and undelivered.
         self.batches = number
         return batch
 
@@ -264,9 +261,7 @@ class EpochSequence:
             self.jump(Request(0, options.replay.epochs[0]))
 
     def begin(self) -> EpochIteration:
-        """Begin the next epoch, or the running one again if none of its batches was taken and no other epoch
-        was set.
-        """
+        """Begin the next epoch, or again the running one, if it gave no batch and no other was set."""
         began_s = self._meter.clock()
         self._join_job()
         self._pipeline.start()
@@ -295,8 +290,7 @@ class EpochSequence:
         if (running := self._running) is not None:
             self._closed_at = self._rest()
             stage = Stage.CLOSED if self._closed_at.epoch == running.epoch else Stage.FINISHED
-        # Before the queue is emptied: a thread that waits for a batch then learns of the end, not of a
-        # timeout.
+        # Before the queue is emptied: a thread that waits for a batch learns of the end, not of a timeout.
         self._pipeline.stop(join=False)
         if running is not None:
             running.end(stage)
@@ -326,9 +320,7 @@ class EpochSequence:
         self._schedule.begin(request.epoch - 1, request)
 
     def peek(self) -> Any:
-        """A copy of the first batch of the next iteration. Raises EpochError during an iteration, or if there
-        is no batch.
-        """
+        """A copy of the next iteration's first batch. Raises EpochError during one, or without a batch."""
         epoch = self._prepared_epoch()
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
             raise EpochError(
@@ -345,9 +337,7 @@ class EpochSequence:
         return copy.deepcopy(self._pipeline.transfer.receive(queued.staged))
 
     def segment(self) -> Segment:
-        """The segment of the running epoch, otherwise of the next one. Raises EpochError when the epoch has
-        ended.
-        """
+        """The segment of the running epoch, otherwise of the next one. Raises EpochError at its end."""
         return self._schedule.segment(self._prepared_epoch(), self._timeout_s)
 
     @property
@@ -363,9 +353,7 @@ class EpochSequence:
         return failed.request if failed is not None and failed.failed_early else self._planned
 
     def _prepared_epoch(self) -> int:
-        """The running epoch, otherwise the next one, whose preparation is started, or repeated after a
-        failure.
-        """
+        """The running epoch, otherwise the next one, which is prepared, also again after a failure."""
         self._join_job()
         if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
+    from cachestream.storage.telemetry import LoaderStats
     from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.samplers import SamplerLike
-    from cachestream.training.stats import LoaderStats
 
 
 class EpochLoader:
@@ -48,12 +48,9 @@ class EpochLoader:
             length run over a growing cache.
         min_samples: the samples that must be cached before an epoch begins (None: a batch for each rank).
         turnover: the share of a full cache that an epoch leaves for the filling to replace.
-        drop_last: whole batches only. Otherwise the remaining samples make one more batch, if each rank gets
-            one.
-        device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, copied on a stream of
-            its own).
-        sampler: a torch sampler, or a function that gets the epoch's dataset and returns one; `shuffle` is
-            ignored.
+        drop_last: whole batches only. Otherwise the remaining samples make one more, if each rank gets one.
+        device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, a stream of its own).
+        sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
         batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up
             to two threads at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch,
             rank): the same draws in every run and after a resume, and none from the trainer's own generators.
@@ -61,8 +58,7 @@ class EpochLoader:
             `rng` that is None by default.
         prefetch: batches gathered ahead.
         timeout_s: the longest wait for a batch, in seconds; after it EpochError with a diagnosis is raised.
-        with_keys: batches hold their samples' keys, a list of str: the field "__key__", or the last one of a
-            tuple.
+        with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
         record: a folder, one for each run, for the manifest of each epoch (its shards, order and batches).
         replay: a manifest, or a folder of them, of epochs to repeat: the same batches for the same
             `batch_size` and number of ranks, otherwise the same samples in the same order. EpochError if
@@ -77,8 +73,7 @@ class EpochLoader:
             of fields, str included, to these.
         split: "train", the samples that are not held out, or "held-out", the others: chosen by a hash of the
             key, the same on every run, node and resume. None: all samples, or "train" if `holdout` is given.
-        holdout: the share of the samples that is held out, such as 0.05. The cache stores it, for all its
-            users.
+        holdout: the share of the samples that is held out, such as 0.05; the cache stores it for all users.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in
@@ -184,9 +179,7 @@ class EpochLoader:
 
     @property
     def batches_done(self) -> int:
-        """Batches of the running epoch that this rank was given, also before a checkpoint; 0
-        between epochs.
-        """
+        """Batches of the running epoch given to this rank, also before a checkpoint; 0 between epochs."""
         return self._epochs.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,11 +212,9 @@ class EpochLoader:
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of training after the delivered batches, as plain values. Batches gathered ahead do not
-        count.
+        """The state of training after the delivered batches, not those gathered ahead, as plain values.
 
-        A mid-epoch state names the shards and their order, so that `load_state_dict` goes on at the exact
-        next batch.
+        A mid-epoch state names the shards and their order: `load_state_dict` goes on at the exact batch.
         """
         if self._recorder is not None:
             self._recorder.flush()
@@ -234,8 +225,7 @@ class EpochLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`: the next iteration is its epoch, from the next batch on.
 
-        Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for an invalid
-        state.
+        Samples of shards evicted since are skipped, with a warning. Raises ConfigError for an invalid state.
         """
         request, weights = Request.from_state(state), self._options.weights
         for record in (request.records or {}).values():

@@ -73,9 +73,7 @@ class LoaderOptions:
         return {name: getattr(self, name) for name in names} | split
 
     def checked(self, replay: str | os.PathLike[str] | None) -> LoaderOptions:
-        """These options with plain numbers, for a replay of the manifests at `replay`, if any. Raises
-        ConfigError for invalid ones.
-        """
+        """These options with plain numbers, and those of the manifests at `replay`; raises ConfigError."""
         counts: dict[str, int] = {"batch_size": check_count("batch_size", self.batch_size)}
         for name in ("epoch_size", "min_samples", "locality"):
             value = getattr(self, name)
@@ -129,9 +127,7 @@ def check_objects(cache: object, batch_transform: object) -> None:
 
 
 def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
-    """Raise ConfigError for arguments that `known`, the constructor, does not take; it names the
-    replacement.
-    """
+    """Raise ConfigError, naming the replacement, for arguments that `known`, the constructor, lacks."""
     for name in unknown:
         if name in _HINTS:
             raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")

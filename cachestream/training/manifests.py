@@ -43,8 +43,7 @@ _CLOSE_S: Final = 30.0
 class RecordedSegment:
     """`batches` batches for each of the `ranks` that shared the order, after `done` batches of the epoch.
 
-    `samples` samples of the order were drawn for them. The shards of `record` are numbered by their index in
-    the manifest.
+    `samples` samples of the order were drawn for them. `record` numbers shards as the manifest does.
     """
 
     index: int
@@ -99,15 +98,15 @@ class EpochManifest:
 
     def continued(self, segment: RecordedSegment, contents: Iterable[Content]) -> EpochManifest:
         """The epoch, continued with `segment` from its beginning; its shards have the ids in `contents`."""
-        places = {(shard.shard_id, shard.hash): place for place, shard in enumerate(self.shards)}
+        numbers = {(shard.shard_id, shard.hash): number for number, shard in enumerate(self.shards)}
         shards = list(self.shards)
         names: dict[int, int] = {}
         for content in contents:
             identity = content.shard_id, content.hash
-            if identity not in places:
-                places[identity] = len(shards)
+            if identity not in numbers:
+                numbers[identity] = len(shards)
                 shards.append(content)
-            names[content.shard_id] = places[identity]
+            names[content.shard_id] = numbers[identity]
         # Shards that were gone already get negative numbers, which are never looked up.
         ids = np.array([names.get(old, -1 - old) for old in segment.record.shard_ids.tolist()], np.int64)
         before = [old.until(segment.done) for old in self.segments if old.done < segment.done]
@@ -181,8 +180,7 @@ def load_manifest(path: str) -> EpochManifest:
 class Recorder:
     """A writer of manifests into `folder`, in a thread of its own. Used from the training thread.
 
-    `settings` go into each manifest. A manifest that cannot be written, or not in time, is a warning:
-    training goes on.
+    `settings` go into each manifest. One that cannot be written, or not in time, is a warning.
     """
 
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:
@@ -217,9 +215,7 @@ class Recorder:
             self._warn_of_late(wait(self._sent, _CLOSE_S).not_done)
 
     def close(self) -> None:
-        """Wait up to `_CLOSE_S` for the manifests to be written; later ones are still written in the
-        background.
-        """
+        """Wait up to `_CLOSE_S` for the manifests; later ones are still written in the background."""
         late = wait(self._sent, _CLOSE_S).not_done
         if self._thread is not None:
             self._thread.shutdown(wait=not late)
@@ -291,7 +287,8 @@ class Replay:
         manifest, segments = self._segments(epoch, leader)
         record = segments[index].drawn()
         # Negative numbers stand for shards that were gone when the epoch was recorded.
-        needed = {place: manifest.shards[place] for place in record.shard_ids.tolist() if place >= 0}
+        numbers = record.shard_ids.tolist()
+        needed = {number: manifest.shards[number] for number in numbers if number >= 0}
         found = self._contents.find(cache.path, sample_counts(cache.catalogue), needed.values())
         missing = [shard for shard in needed.values() if shard.hash not in found]
         if missing:
@@ -300,7 +297,7 @@ class Replay:
                 f"({sum(shard.num_samples for shard in missing)} samples): bring them back with "
                 f"'cachestream refetch {self._path(epoch, leader)} SOURCE {cache.path}'"
             )
-        ids = [found[needed[place].hash] if place >= 0 else place for place in record.shard_ids.tolist()]
+        ids = [found[needed[number].hash] if number >= 0 else number for number in numbers]
         return record.renumbered(np.array(ids, np.int64))
 
     def batches_after(self, epoch: int, index: int, leader: int, batch_size: int, ranks: int) -> int:

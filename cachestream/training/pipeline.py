@@ -225,9 +225,7 @@ class Pipeline:
 
 
 def _stop_all_at_exit() -> None:
-    """Have `_stop_all` run first at exit: a daemon thread that returns from torch during finalization crashes
-    the process.
-    """
+    """Have `_stop_all` run first at exit: a daemon thread that is then in torch crashes the process."""
     atexit.unregister(_stop_all)
     atexit.register(_stop_all)
 

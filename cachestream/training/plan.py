@@ -65,17 +65,16 @@ class LocalOrder:
         within = positions - firsts
         if len(windows) and windows[0] == windows[-1] and (windows == windows[0]).all():
             return self._samples(firsts + self._shuffle(int(windows[0])).at(within))
-        placed = np.empty_like(positions)
+        shuffled = np.empty_like(positions)
         for number in np.unique(windows).tolist():
             here = np.flatnonzero(windows == number)
-            placed[here] = firsts[here] + self._shuffle(number).at(within[here])
-        return self._samples(placed)
+            shuffled[here] = firsts[here] + self._shuffle(number).at(within[here])
+        return self._samples(shuffled)
 
     def needs(self, position: int) -> tuple[int, int]:
         """The range [first, end) in the order of runs that must be read when `position` is reached.
 
-        It is the window of `position`, and as much of the next window as has passed of this one, for steady
-        disk load.
+        It is the window of `position`, and as much of the next as has passed of it, for steady disk load.
         """
         window = position - position % self.window
         end = min(-(-self.size // self.window) * self.window, self.num_samples)
@@ -96,11 +95,11 @@ class LocalOrder:
         starts = np.concatenate([samples, np.zeros(len(over), np.int64)])
         return starts, np.concatenate([np.minimum(stops, self.num_samples), over])
 
-    def _samples(self, places: IntArray) -> IntArray:
-        """The samples at `places` in the order of runs."""
+    def _samples(self, positions: IntArray) -> IntArray:
+        """The samples at `positions` in the order of runs."""
         whole = self.num_samples // self.run
-        runs = places // self.run
-        rows = places - runs * self.run
+        runs = positions // self.run
+        rows = positions - runs * self.run
         if whole > 1:
             full = runs < whole
             runs[full] = _permutation(whole, mix_key(self.key, _RUNS_KEY)).at(runs[full])
@@ -214,13 +213,11 @@ class Plan:
         return min(batch_index * self.batch_size * self.ranks, self.num_samples)
 
     def spans(self, rank: int, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Batches `first` up to `stop` of `rank` as runs of the order: the first positions, and those after
-        the last, int64 `[n]`.
-        """
+        """Batches range(`first`, `stop`) of `rank` as runs of the order: starts and ends, int64 `[n]`."""
         numbers = np.arange(first, stop, dtype=np.int64)
         if self.bounds is not None:
-            places = numbers * self.ranks + rank
-            return self.bounds[places], self.bounds[places + 1]
+            own = numbers * self.ranks + rank
+            return self.bounds[own], self.bounds[own + 1]
         together = self.batch_size * self.ranks
         begins = numbers * together
         shares, extra = np.divmod(np.minimum(self.num_samples - begins, together), self.ranks)
@@ -230,9 +227,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCut:
-    """The order from `position` up to, and not including, `stop` (None: its end), without the
-    shards `gone`.
-    """
+    """The order in range(`position`, `stop`) (None: up to its end), without the shards `gone`."""
 
     position: int
     gone: tuple[int, ...] = ()
@@ -343,9 +338,7 @@ def _window_and_run(values: list[int] | None) -> tuple[int, int] | None:
 
 
 def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
-    """The order that `record` describes, in sample numbers of its own shards, and the bounds of a batch
-    sampler.
-    """
+    """The order of `record`, in sample numbers of its own shards, and the bounds of a batch sampler."""
     order, bounds = _drawn_order(record), record.bounds
     for cut in record.cuts:
         tail = TailOrder(order, min(cut.position, order.size), cut.stop)
@@ -364,9 +357,7 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
 
 
 def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> SampleOrder:
-    """Translate `order` to sample numbers of `snapshot`, which holds the record's shards less those that are
-    gone.
-    """
+    """Translate `order` to sample numbers of `snapshot`: of the record's shards that are left."""
     if np.array_equal(record.shard_ids, snapshot.shard_ids):
         return order
     indices, shards = _located(order, record)
@@ -376,7 +367,7 @@ def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> 
 
 
 def _located(order: SampleOrder, record: SegmentRecord) -> tuple[IntArray, IntArray]:
-    """The samples of `order`, and the places of their shards in `record`, int64 `[n]` each."""
+    """The samples of `order`, and the indices of their shards in `record`, int64 `[n]` each."""
     indices = order.at(np.arange(order.size, dtype=np.int64))
     return indices, np.searchsorted(_starts(record.counts), indices, side="right") - 1
 

@@ -5,28 +5,20 @@ its maps, its order and its plan.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from cachestream import tracing
-from cachestream.config import format_size
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.permutation import mix_key
-from cachestream.storage.snapshots import any_cached, count_samples
-from cachestream.storage.status import (
-    describe_skipped,
-    hindrance,
-    remedy_for_skipped,
-    warn_of_loss,
-    warn_of_skipped,
-)
+from cachestream.storage.snapshots import sample_counts
+from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_skipped
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
 from cachestream.training.plan import Plan, SegmentRecord, count_batches, rebuild, run_length, translate
@@ -120,8 +112,7 @@ class Preparer:
         with ExitStack() as undo:
             try:
                 if self._starts_cold(request):
-                    num_ranks = len(ranks.group)
-                    wait_for_samples(self._cache, self._options, num_ranks, cancelled, self._closed)
+                    self._wait_for_samples(len(ranks.group), cancelled)
                 if ranks.leads:
                     warn_of_skipped(self._cache)
                 until_s, size = time.monotonic() + budget_s, self._remaining(request)
@@ -153,9 +144,7 @@ class Preparer:
             )
 
     def check_filling(self) -> None:
-        """Warn if the supervisor that fills the cache was killed: all further epochs would have the same
-        samples.
-        """
+        """Warn if the supervisor was killed: all further epochs would have the same samples."""
         with suppress(CacheStreamError):
             warn_of_loss(self._cache)
 
@@ -164,20 +153,30 @@ class Preparer:
         self._snapshots.maps = None
 
     def _starts_cold(self, request: Request) -> bool:
-        """Return whether to wait for samples: no recorded shard of the segment is cached, or nothing is
-        recorded.
-        """
+        """Return whether to wait for samples: no recorded shard is cached, or nothing is recorded."""
         if self._options.replay is not None:
             return False
         record = (request.records or {}).get(self._cache.cache_id)
-        return record is None or not any_cached(self._cache.catalogue, record.shard_ids.tolist())
+        return record is None or sample_counts(self._cache.catalogue).keys().isdisjoint(
+            record.shard_ids.tolist()
+        )
+
+    def _wait_for_samples(self, num_ranks: int, cancelled: Callable[[], bool]) -> None:
+        """Wait until `min_samples` are cached, or a batch for each of the `num_ranks` ranks of the cache."""
+
+        def pause(seconds: float) -> None:
+            if cancelled() or self._closed.wait(seconds):
+                raise Cancelled
+
+        options, whole = self._options, self._options.batch_size * num_ranks
+        least = options.min_samples or (whole if options.drop_last else num_ranks)
+        give_up_s = 0.9 * options.timeout_s  # before the trainer's own timeout, because this error says more
+        wait_for_samples(self._cache, options.min_samples or whole, give_up_s, least, options.split, pause)
 
     # --- order and plan
 
     def _remaining(self, request: Request) -> int | None:
-        """The number of samples that the epoch still takes from the order of this cache's ranks;
-        None: all.
-        """
+        """The samples that the epoch still takes from the order of this cache's ranks; None: all."""
         if self._options.epoch_size is None:
             return None
         group_size = len(self.ranks.group)
@@ -213,8 +212,7 @@ class Preparer:
     def _draw(self, request: Request, dataset: EpochDataset, cancelled: Callable[[], bool]) -> SegmentRecord:
         """Draw the order of a new snapshot's samples: one list that all ranks of a cache split.
 
-        Raises the errors of the sampler, ConfigError for samples that do not exist, and as `StoreRanks.agree`
-        does.
+        Raises the sampler's errors, ConfigError for unknown samples, and those of `StoreRanks.agree`.
         """
         options, ranks, snapshot = self._options, self.ranks, dataset.snapshot
         _, lists, order = self._rounds(request)
@@ -239,9 +237,7 @@ class Preparer:
         return record if options.shuffle else replace(record, kind="sequential")
 
     def _plan(self, request: Request, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
-        """The plan of this rank, and the number of batches in the epoch before the ranks agree on the
-        smallest.
-        """
+        """The plan of this rank, and the epoch's batches, before the ranks agree on the smallest number."""
         options, group_size = self._options, len(self.ranks.group)
         batch_size, drop_last, remaining = options.batch_size, options.drop_last, self._remaining(request)
         if bounds is not None:
@@ -250,8 +246,7 @@ class Preparer:
         ends = remaining is None or size >= remaining
         if remaining is not None:
             size = min(size, remaining)
-        # A pass that does not end the epoch gives whole batches only; the next pass gives the remaining
-        # samples.
+        # A pass that does not end the epoch gives whole batches only; the next one gives the other samples.
         batches = count_batches(size, batch_size, group_size, drop_last or not ends)
         if not batches and request.records is None:
             if remaining is not None and remaining < batch_size * group_size:
@@ -296,83 +291,3 @@ class Preparer:
         resumed = segment.caches.keys() & (request.records or {}).keys()
         if resumed and self._cache.cache_id not in resumed:
             segment.missing = 0  # this cache joined after the checkpoint; other caches have its samples
-
-
-_POLL_S: Final = 0.02
-_WARN_AFTER_S: Final = 8.0
-_WARN_RETRY_S: Final = 0.5
-_LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
-
-
-def wait_for_samples(
-    cache: Cache,
-    options: LoaderOptions,
-    num_ranks: int,
-    cancelled: Callable[[], bool],
-    closed: threading.Event,
-) -> None:
-    """Wait until `cache` holds `min_samples`, or a batch for each of its `num_ranks` ranks.
-
-    Raises NotEnoughSamplesError when there are and will be too few, and Cancelled.
-    """
-    whole = options.batch_size * num_ranks
-    wanted = options.min_samples or whole
-    least = options.min_samples or (whole if options.drop_last else num_ranks)
-    # Shortly before the trainer's own timeout, because this error says more.
-    give_up_s, warn_s = 0.9 * options.timeout_s, _WARN_AFTER_S
-    waited_s, polled_s = 0.0, time.monotonic()
-    while (have := count_samples(cache, options.split)) < wanted:
-        state = cache.fill_state()
-        ended = state in ("complete", "full", "failed")
-        if ended or waited_s > give_up_s:
-            # The last samples may have come between the count and the state.
-            have = count_samples(cache, options.split)
-            if have >= least:
-                return
-            raise NotEnoughSamplesError(_too_few(cache, options, have, least, state, ended))
-        if waited_s > warn_s:
-            warn_s = math.inf if _warn_why(cache, have, wanted) else waited_s + _WARN_RETRY_S
-        if cancelled() or closed.wait(_POLL_S):
-            raise Cancelled
-        before_s, polled_s = polled_s, time.monotonic()
-        waited_s += min(polled_s - before_s, _LONGEST_POLL_S)
-
-
-def _warn_why(cache: Cache, have: int, wanted: int) -> bool:
-    """Log why samples are missing; return whether the reason is known."""
-    why = hindrance(cache.directory, cache.filling.state())
-    if why:
-        text = "no samples" if not have else f"{have} samples of {wanted}"
-        logger.warning("%s holds %s so far: %s", cache.path, text, why)
-    else:
-        warn_of_skipped(cache)
-    return bool(why)
-
-
-def _too_few(cache: Cache, options: LoaderOptions, have: int, wanted: int, state: str, ended: bool) -> str:
-    """The message for an epoch that needs `wanted` samples, with the reason and its remedy."""
-    fill = cache.filling.state()
-    failures, message = fill.failures, fill.message
-    hindered = hindrance(cache.directory, fill)
-    skipped = describe_skipped(failures)
-    why = f"its filling is '{state}'" if ended else f"after {options.timeout_s:g} s it is '{state}'"
-    if state == "full" and not hindered:
-        why = f"no more fit into its size_limit of {format_size(cache.size_limit)}"
-        hint = "raise that ('cachestream limit CACHE SIZE'), or use a smaller batch_size or min_samples"
-    elif state == "none":
-        hint = "start a worker (cs.start_worker, or 'cachestream worker')"
-    elif state == "failed":
-        hint = message or "see 'cachestream status CACHE'"
-    elif hindered and (state == "full" or not ended):
-        hint = hindered
-    elif not have and message:
-        hint = f"{message}; correct what fails and start again"
-    elif sum(one.count for one in failures) > have:
-        hint = f"{skipped}; {remedy_for_skipped(failures, fill.source or '')}"
-    elif ended:
-        hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
-    else:
-        hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-    of = "" if options.split is None else f" of the split '{options.split.name}'"
-    text = f"{cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
-    return f"{text} ({skipped})" if skipped and skipped not in hint else text

@@ -37,9 +37,7 @@ Group = tuple[int, ...]  # the ranks that share a cache, ascending; the first le
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """The longest waits of a rank for the others, in seconds: in the first round, when some still start up,
-    and later.
-    """
+    """The longest waits for other ranks, in seconds: the first, when some still start up, and later ones."""
 
     first: float
     later: float = 60.0
@@ -110,8 +108,7 @@ class StoreRanks(Ranks):
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
     ) -> list[str]:
-        """Exchange settings and identities with the other ranks; return the identities of their caches, by
-        rank.
+        """Exchange settings and identities with all ranks; return their caches' identities, by rank.
 
         Raises RankMismatchError for `settings` that differ from rank 0's.
         """
@@ -179,9 +176,7 @@ class StoreRanks(Ranks):
 
     @property
     def _group_deadline_s(self) -> float:
-        """The deadline of rounds of a group, below that of `agree`, so that all ranks raise the
-        same error.
-        """
+        """The deadline of a group's rounds, below that of `agree`: all ranks raise the same error."""
         return 0.75 * self._round_deadline_s
 
     def _post(self, key: str, payload: Payload) -> None:
@@ -260,9 +255,7 @@ def find_job() -> ProcessGroup | None:
 
 
 def warn_if_early(asked: str, told: str) -> bool:
-    """Warn that `asked` came too early if a launcher started several ranks and no process group
-    exists yet.
-    """
+    """Warn that `asked` came too early, if a launcher started ranks that have no process group yet."""
     size = os.environ.get("WORLD_SIZE", "1")
     is_early = find_job() is None and size.isdecimal() and int(size) > 1
     if is_early:
@@ -297,8 +290,7 @@ def find_ranks(
 
 
 def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
-    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses
-    each.
+    """The share of cache `cache_id` among all caches of the job: (i, n), by the lowest rank on each.
 
     None when all ranks share one cache, or there is one rank. Waits for all ranks to call it; raises
     RankMismatchError when one does not within `deadline_s`.

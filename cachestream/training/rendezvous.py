@@ -1,5 +1,4 @@
-"""The rendezvous of a job's ranks: a store that all ranks reach, and a separate connection to it that cannot
-hang.
+"""The rendezvous of a job's ranks: a store that all reach, over a connection that cannot hang.
 
 A call of torch's store waits for an answer until TCP gives up, a quarter of an hour if the host is cut off.
 So the socket under the connection gets a timeout.
@@ -42,9 +41,7 @@ class Cancelled(Exception):  # noqa: N818 - not an error: the result is not want
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """The rank of this process in a job. `group`, a weak reference to the process group, makes jobs compare
-    unequal.
-    """
+    """The rank of this process in a job; `group`, a weak reference, makes jobs compare unequal."""
 
     rank: int
     size: int
@@ -64,9 +61,7 @@ class StoreConnection:
         self._failure: str | None = None
 
     def stop_serving(self) -> None:
-        """Drop `serve` once all ranks are connected: its reference keeps the job's store and port from a new
-        job.
-        """
+        """Drop `serve` once all ranks are connected: it keeps the job's store and port from a new job."""
         self.serve = lambda: None
 
     def call(self, ask: Callable[[Store], T]) -> T:

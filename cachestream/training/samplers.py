@@ -31,8 +31,7 @@ SamplerLike = Sampler[Any] | Iterable[int] | Callable[[Any], Iterable[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """The samples of a sampler: `indices` int64 `[n]`; `bounds` int64 `[batches + 1]` of a batch sampler,
-    otherwise None.
+    """The samples of a sampler: `indices` int64 `[n]`; of a batch sampler `bounds` int64 `[batches + 1]`.
 
     `shared`: the list is for all ranks together, which split it. Otherwise it is this rank's.
     """
@@ -111,8 +110,7 @@ def evaluate(
 def interleave(lists: list[IntArray], bounds: list[IntArray] | None, batch_size: int) -> Selection:
     """Interleave the ranks' lists by batches, so that ranks which split the result get their own lists.
 
-    The result has as many batches as the shortest list; the last one takes the same number of samples from
-    each list.
+    The result has as many batches as the shortest list; the last one takes as much from each list.
     """
     if bounds is not None:
         batches = [
@@ -217,9 +215,7 @@ def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
 
 
 def _indices(drawn: Any) -> IntArray:
-    """Check sample numbers and return them as int64 `[n]`. A mask or fractions are errors, not samples 0 and
-    1.
-    """
+    """Check sample numbers and return them as int64 `[n]`. A mask is an error, not samples 0 and 1."""
     try:
         given = np.array(drawn).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:

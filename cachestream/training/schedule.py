@@ -1,5 +1,4 @@
-"""The state shared by the training, preparing and gathering threads: prepared segments, queued batches, the
-next request.
+"""The state that a loader's threads share: prepared segments, queued batches, the next request.
 
 The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
 happens under one lock and does no I/O: segments that it retires are closed after it.
@@ -41,9 +40,7 @@ class Pace:
         return Pace(self._least, self._clock, self._estimate_s)
 
     def record(self, batches: int, in_hand: int) -> None:
-        """Record that the trainer has taken `batches` more batches, and begins to work on the last `in_hand`
-        of them.
-        """
+        """Record that the trainer took `batches` more, and begins to work on the last `in_hand`."""
         now_s = self._clock()
         if self._began_s is None:
             self._began_s = now_s
@@ -52,8 +49,7 @@ class Pace:
             self._estimate_s = (now_s - self._began_s) / (self._taken - in_hand)
 
     def should_prepare(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
-        """Return whether to prepare the segment after one of `batches` batches, `gathered` so far, `waiting`
-        of them queued.
+        """Return whether to prepare the next segment: of `batches`, `gathered` are, `waiting` of them queued.
 
         True when most are gathered, or the batches left to the trainer last no longer than `ahead_s`.
         """
@@ -115,9 +111,7 @@ class Schedule:
         self._chain.close_retired()
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
-        """Take the next batches of `epoch`. Raises the error of a background thread, or EpochError with a
-        diagnosis.
-        """
+        """Take the next batches of `epoch`. Raises a background thread's error, or EpochError with a diagnosis."""
         with self._lock:
             self._wait(lambda: self._holds(epoch), epoch, timeout_s)
             group = self._groups.popleft()
@@ -329,9 +323,7 @@ class Schedule:
         return self._pace.should_prepare(batches, gathered, waiting - ungathered, self._ahead_s)
 
     def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
-        """Wait until `ready`, for a trainer in `epoch`; raise if a thread failed, the trainer moved, or time
-        is up.
-        """
+        """Wait until `ready`, in `epoch`; raise if a thread failed, the trainer moved, or time is up."""
         chain, left_s, generation = self._chain, timeout_s, self._chain.generation
         while not ready():
             if chain.failure is not None and chain.failure[0].epoch <= epoch:

@@ -148,15 +148,11 @@ class Segment:
 
     @property
     def batches_together(self) -> int:
-        """The number of batches gathered and queued at once: several small ones, to save wake-ups
-        of threads.
-        """
+        """The number of batches gathered and queued at once: several small ones, to save wake-ups."""
         return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
 
     def drawn_after(self, batches: int) -> int:
-        """The number of samples that all ranks of the job have drawn after `batches` batches of
-        this segment.
-        """
+        """The samples that all ranks of the job have drawn after `batches` batches of this segment."""
         return self.request.drawn + self.plan.position(batches) * self.num_ranks // self.plan.ranks
 
     def next_request(self) -> Request:

@@ -51,9 +51,7 @@ class KeyWeights:
             self.update(list(initial), list(initial.values()))
 
     def update(self, keys: Sequence[str], values: Any) -> None:
-        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for other
-        values.
-        """
+        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError."""
         try:
             given = torch.as_tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
@@ -74,9 +72,7 @@ class KeyWeights:
             self._pending.append((hashes, weights))
 
     def of(self, hashes: Hashes) -> Floats:
-        """The weights of the keys with `hashes`; a key without a weight gets the mean of the others, or 1 if
-        that is 0.
-        """
+        """The weights of the keys with `hashes`; one without has the mean of the others, or 1 for 0."""
         with self._lock:
             known, weights = self._known
         if not len(known):
@@ -142,8 +138,7 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
     ends = np.cumsum(weights if total else np.ones(len(weights)))
     offset = mix_key(key, _OFFSET_KEY) / 2.0**64
     points = (np.arange(count) + offset) * (ends[-1] / count)
-    # Rounding may put the last point on the end. A sample of weight 0 is never the first to end after a
-    # point.
+    # Rounding may put the last point on the end. No sample of weight 0 is the first to end after a point.
     last = int(np.searchsorted(ends, ends[-1]))
     chosen = np.minimum(np.searchsorted(ends, points, side="right"), last)
     order = Permutation(count, mix_key(key, _SHUFFLE_KEY)).at(np.arange(count, dtype=np.int64))
@@ -152,9 +147,7 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
 
 
 def _read(snapshot: Snapshot, shard_id: int, count: int) -> Hashes:
-    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged shard, which the gathering
-    quarantines.
-    """
+    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, to be quarantined later."""
     try:
         hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()
     except CorruptShardError:

@@ -51,5 +51,5 @@ def test_numpys_numbers_are_numbers_and_a_deadline_may_be_over(filled: Cache) ->
     assert filled.wait(np.int64(3), np.float32(0.5)) == 3  # type: ignore[arg-type]
     with filled.snapshot(np.int64(2), turnover=np.float64(0.25)) as dataset:  # type: ignore[arg-type]
         assert len(dataset) == 3  # of whole shards
-    with pytest.raises(NotEnoughSamplesError, match="4 were asked for"):
+    with pytest.raises(NotEnoughSamplesError, match="4 are needed"):
         filled.wait(4, -1.0)

@@ -223,7 +223,7 @@ def test_a_transaction_contains_nothing_but_sql(cache: Cache, monkeypatch: pytes
     assert cache.status().evicted_shards
     snapshot, lease = cache.take_snapshot()
     lease.release()
-    cache.retake_snapshot(snapshot.shard_ids, snapshot.counts)[1].release()
+    cache.restore_snapshot(snapshot.shard_ids, snapshot.counts)[1].release()
     cache.quarantine(int(snapshot.shard_ids[0]), "x: broken")
     (Path(cache.directory.leases) / "dead.owner").touch()
     with cache.catalogue.transaction() as tables:

@@ -19,7 +19,7 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import Owner
-from cachestream.storage.snapshots import StandingSnapshots
+from cachestream.storage.snapshots import ReusableSnapshots
 from tests.storage.support import (
     DEADLINE_S,
     content,
@@ -285,7 +285,7 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
     with cache.catalogue.transaction() as tables:
         tables.insert_pass("{}", None, 0)
         tables.set_meta("fill_state", "filling")
-    trainers = [StandingSnapshots(cache), StandingSnapshots(cache)]
+    trainers = [ReusableSnapshots(cache), ReusableSnapshots(cache)]
     held: list[Any] = [None, None]
     for turn in range(8):
         snapshot, lease = trainers[turn % 2].take(None, 0.25)

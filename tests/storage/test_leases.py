@@ -221,7 +221,7 @@ def test_a_snapshot_taken_again_holds_what_is_left_of_it_and_names_what_is_gone(
     filled.quarantine(4)
     counts[7] += 1  # not the shard that it was
     shuffled = np.random.default_rng(0).permutation(len(ids))
-    again, lease, gone = filled.retake_snapshot(ids[shuffled], counts[shuffled])
+    again, lease, gone = filled.restore_snapshot(ids[shuffled], counts[shuffled])
     assert gone == [4, 8]
     assert again.shard_ids.tolist() == [1, 2, 3, 5, 6, 7, 9, 10]
     filled.evict(to=0)
@@ -231,9 +231,9 @@ def test_a_snapshot_taken_again_holds_what_is_left_of_it_and_names_what_is_gone(
     with pytest.raises(
         EpochError, match=r"none of the 10 shards of this epoch is cached .* begin a new epoch"
     ):
-        filled.retake_snapshot(ids, counts)
+        filled.restore_snapshot(ids, counts)
     with pytest.raises(EpochError, match="none of the 0 shards"):
-        filled.retake_snapshot([], [])
+        filled.restore_snapshot([], [])
 
 
 def test_leases_of_the_dead_are_cleared_away_and_take_no_space(filled: Cache) -> None:

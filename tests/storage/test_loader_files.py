@@ -18,7 +18,12 @@ from cachestream.storage.telemetry import LoaderFile, LoaderReport, read_loaders
 
 ROOT = Path(__file__).parents[2]
 REPORT = LoaderReport(
-    9, 1, 2, 5.0, 3, 64, 500, 50, 0, 1.0, 0.5, 0.5, 0.0, 8.0, 1.0, ((2, 60, 1.5), (3, 64, 2.5))
+    *(3, 64, 4, 500, 50, 0, 1.0, 0.5, 0.5, 0.0, 8.0, 1.0, 0.1),
+    pid=9,
+    rank=1,
+    ranks=2,
+    reported_s=5.0,
+    epochs=((2, 60, 1.5), (3, 64, 2.5)),
 )
 KILLED = """
 import sys

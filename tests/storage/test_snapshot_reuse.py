@@ -18,7 +18,7 @@ from cachestream.schema import Snapshot
 from cachestream.storage.cache import Cache
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.locks import lock_file
-from cachestream.storage.snapshots import StandingSnapshots
+from cachestream.storage.snapshots import ReusableSnapshots
 from tests.storage.support import Line, assert_sound, content, fork, new_cache, publish, shard_ids
 
 
@@ -35,13 +35,13 @@ class Reader:
     def __init__(self, cache: Cache) -> None:
         self.now_s = 0.0
         self.cache = cache
-        self.standing = StandingSnapshots(cache, lambda: self.now_s)
+        self.reusable = ReusableSnapshots(cache, lambda: self.now_s)
         self.held: list[Lease] = []
         self.uses: Counter[int] = Counter()
         self.taken = 0
 
     def take(self) -> Snapshot:
-        snapshot, lease = self.standing.take(None, 0.25)
+        snapshot, lease = self.reusable.take(None, 0.25)
         assert lease.held
         self.held.append(lease)
         self.uses.update(snapshot.shard_ids.tolist())
@@ -55,7 +55,7 @@ class Reader:
     def end(self) -> None:
         while self.held:
             self.release()
-        self.standing.settle()
+        self.reusable.settle()
 
 
 def uses(cache: Cache) -> dict[int, int]:
@@ -103,7 +103,7 @@ def test_the_shards_stay_until_the_last_who_was_given_them_lets_go(filled: Cache
     reader = Reader(filled)
     reader.take()
     reader.take()
-    reader.standing.settle()
+    reader.reusable.settle()
     reader.release()
     reader.held[0].release()
     reader.held.clear()
@@ -192,21 +192,21 @@ def test_it_stands_for_ten_seconds(filled: Cache) -> None:
 
 
 def test_what_depends_on_the_uses_or_on_a_worker_is_always_new(filled: Cache) -> None:
-    standing = StandingSnapshots(filled)
-    chosen = [standing.take(3, 0.25)[0].shard_ids.tolist() for _ in range(4)]
+    reusable = ReusableSnapshots(filled)
+    chosen = [reusable.take(3, 0.25)[0].shard_ids.tolist() for _ in range(4)]
     assert chosen == [[1], [2], [3], [4]]
     with worker_runs(filled):
-        taken = [standing.take(None, 0.25) for _ in range(3)]
+        taken = [reusable.take(None, 0.25) for _ in range(3)]
         assert len({snapshot.lease for snapshot, _ in taken}) == 3
-    assert len({standing.take(None, 0.25)[0].lease for _ in range(3)}) == 1
+    assert len({reusable.take(None, 0.25)[0].lease for _ in range(3)}) == 1
 
 
 def test_an_empty_cache_is_an_error_and_nothing_is_kept_of_it(cache: Cache) -> None:
-    standing = StandingSnapshots(cache)
+    reusable = ReusableSnapshots(cache)
     with pytest.raises(NotEnoughSamplesError, match="is empty"):
-        standing.take(None, 0.25)
+        reusable.take(None, 0.25)
     publish(cache, content(0))
-    assert standing.take(None, 0.25)[0].num_samples == 3
+    assert reusable.take(None, 0.25)[0].num_samples == 3
 
 
 def test_a_cache_that_was_removed_is_not_made_again(filled: Cache) -> None:
@@ -238,7 +238,7 @@ def test_a_fork_between_two_uses_holds_nothing(filled: Cache) -> None:
 STEPS: dict[str, Callable[[Reader], object]] = {
     "take": Reader.take,
     "release": Reader.release,
-    "settle": lambda reader: reader.standing.settle(),
+    "settle": lambda reader: reader.reusable.settle(),
     "wait": lambda reader: setattr(reader, "now_s", reader.now_s + 6.0),
     "publish": lambda reader: publish(reader.cache, content(100)),
     "lose": lambda reader: reader.cache.quarantine(max(shard_ids(reader.cache)[1:], default=-1)),
@@ -258,7 +258,7 @@ def _take_and_release(reader: Reader) -> list[int]:
 def test_whatever_happens_in_between_it_holds_what_is_there_and_counts_every_use(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str]
 ) -> None:
-    with new_cache(tmp_path_factory.mktemp("standing") / "cache") as cache:
+    with new_cache(tmp_path_factory.mktemp("reused") / "cache") as cache:
         for first in range(0, 9, 3):
             publish(cache, content(first))
         reader = Reader(cache)

@@ -18,8 +18,8 @@ import cachestream as cs
 from cachestream import Cache, EpochLoader, NotEnoughSamplesError
 from cachestream.cli.display import one_line
 from cachestream.errors import SourceUnavailableError
+from cachestream.storage import status
 from cachestream.storage.status import is_much
-from cachestream.training import prepare
 from tests.support.caches import add_shard, numbered, numbers, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 from tests.worker.support import wait_until
@@ -86,9 +86,7 @@ def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on
 ) -> None:
     cache.size_limit = 3_000_000
     samples = [{"x": np.zeros(100_000, np.uint8)} for _ in range(100)]
-    too_small = (
-        r"holds \d\d samples, 64 are needed for an epoch, and no more fit into its size_limit of 3 MB: raise"
-    )
+    too_small = r"holds \d\d samples, 64 are needed, and no more fit into its size_limit of 3 MB: raise"
     with cs.start_worker(cache, samples, num_workers=1):
         with (
             EpochLoader(cache, **options, timeout_s=2 * DEADLINE_S) as loader,
@@ -96,7 +94,7 @@ def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on
         ):
             next(iter(loader))
         with pytest.raises(
-            NotEnoughSamplesError, match=r"64 were asked for, and no more fit into its size_limit of 3 MB"
+            NotEnoughSamplesError, match=r"64 are needed, and no more fit into its size_limit of 3 MB"
         ):
             cache.wait(64, timeout_s=2 * DEADLINE_S)
         with EpochLoader(cache, 64, drop_last=False) as loader:
@@ -136,7 +134,7 @@ def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> N
 @pytest.fixture
 def early_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warn a trainer after a second why there are no samples yet."""
-    monkeypatch.setattr(prepare, "_WARN_AFTER_S", 1.0)
+    monkeypatch.setattr(status, "_WARN_AFTER_S", 1.0)
 
 
 def warned_of(cache: Cache, caplog: pytest.LogCaptureFixture, words: str) -> bool:
@@ -257,7 +255,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
             add_shard(cache, numbered(0, 8))
 
     listener = Listener()
-    monkeypatch.setattr(prepare, "_WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(status, "_WARN_AFTER_S", 0.0)
     logging.getLogger("cachestream").addHandler(listener)
     try:
         with EpochLoader(cache, 4) as loader:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def to_container(columns: Columns, schema: Schema) -> Any:
-    """Return the fields in the container of the samples: a dict, a tuple in the order of the fields, or the
-    only field.
+    """Return the fields in the samples' container: a dict, a tuple in their order, or the only field.
 
     Keys are the field "__key__" of a dict, and the last element of a tuple.
     """
@@ -45,8 +44,7 @@ class _FirstTuple(tuple[Any, ...]):
 
 
 class SampleBatch(Sequence[Any]):
-    """The `size` samples of `columns`, dicts or tuples, for any collate function; torch's and ours take them
-    whole.
+    """The `size` samples of `columns` for any collate function; torch's and ours take them whole.
 
     Samples are views of the batch's tensors, made at the first access and kept, since they may be changed.
     """

@@ -27,8 +27,7 @@ from cachestream.training.batches.memory import BufferPool, Bytes, as_tensor, co
 if TYPE_CHECKING:
     from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses
 
-# Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested
-# tensor.
+# Field name → tensor [n, *shape]; where shapes vary a list, a Padded or a nested tensor.
 Columns = dict[str, Any]
 
 Layout = Literal["list", "padded", "nested"]
@@ -41,11 +40,9 @@ _NON_TEMPORAL_BYTES: Final = 2 << 20
 
 
 class Padded(NamedTuple):
-    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample's own
-    part.
+    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample.
 
-    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise `[B, ndim]`, the shape of
-    each sample.
+    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise the shapes `[B, ndim]`.
     """
 
     values: torch.Tensor
@@ -168,8 +165,8 @@ def _gather_padded(field: Field, values: _Values) -> Padded:
         width = whole.nbytes // max(1, len(whole))
         values.copy_to(whole.ctypes.data + np.arange(len(whole)) * width)
     else:  # several dimensions vary: each value goes into a corner of its part
-        for place, value in zip(whole, values.arrays(), strict=True):
-            place[tuple(map(slice, value.shape))] = value
+        for target, value in zip(whole, values.arrays(), strict=True):
+            target[tuple(map(slice, value.shape))] = value
     lengths = torch.from_numpy(shapes[:, 0].copy() if shapes.shape[1] == 1 else shapes.copy())
     return Padded(as_tensor(whole, field.dtype), lengths)
 

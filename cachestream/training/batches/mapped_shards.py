@@ -195,8 +195,7 @@ class EpochMaps:
         return np.concatenate(rows)
 
     def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
-        """Map and verify those of `shards` (positions) that are not mapped; return the damaged (position,
-        error).
+        """Map and verify `shards` (positions) that are not mapped; return the damaged (position, error).
 
         Above `max_open`, all maps are dropped first. All shards of a gather must be opened by one call. With
         `ahead`, which another thread may use, no map is dropped.

@@ -63,8 +63,7 @@ class _End(weakref.ref[Any]):
     """A weak reference that ends the loan of `buffer`. Its callback is a method in C that appends it to a
     free list: a KeyboardInterrupt in a callback in Python would be swallowed.
 
-    The memory on loan refers to it. If that memory is garbage in a cycle, no callback runs, and the buffer is
-    freed.
+    The memory on loan refers to it. If that is garbage in a cycle, no callback runs: the buffer is freed.
     """
 
     __slots__ = ("buffer",)

@@ -116,8 +116,7 @@ class GatherTask:
 class PrefetchGroup(BatchGroup):
     """The batches at `locations`, gathered as they are taken; their shards must be mapped, and stay so.
 
-    The batches up to `handed` have left the prefetcher: `batches` are those of them that the trainer has not
-    taken.
+    The batches up to `handed` have left the prefetcher; the trainer has not taken `batches` of them.
     """
 
     is_prefetched = True
@@ -258,9 +257,7 @@ class Prefetcher:
             self._top_up(self._queue)
 
     def hand(self, group: PrefetchGroup, timeout_s: float) -> bool:
-        """Wait for the next task of `group`, hand over its batches, and submit more; False after `timeout_s`
-        or `close`.
-        """
+        """Wait for `group`'s next task, hand it over, submit more; False after `timeout_s` or `close`."""
         check_process(self._pid)
         with self._lock:
             queue = self._queue
