@@ -72,7 +72,9 @@ def copy_shards(cache: cs.Cache, count: int) -> None:
     assert row is not None
     content = Path(shard_path(cache.path, template)).read_bytes()
     with cache.catalogue.transaction() as tables:
-        schema_id = tables.schema_id(tables.schemas()[0])
+        schema = tables.schema()
+        assert schema is not None
+        schema_id = tables.schema_id(schema)
         for _ in range(count):
             shard_id = tables.add("last_shard_id", 1)
             Path(shard_path(cache.path, shard_id)).write_bytes(content)
