@@ -273,6 +273,25 @@ def test_nodes_that_ask_idle_neighbours_at_random_take_as_long_as_the_model_says
     assert asked_s == pytest.approx(modelled_s, rel=0.05)
 
 
+@pytest.mark.parametrize("nodes", [4, 16, 40])
+def test_the_formulas_of_the_guide_give_the_times_of_the_model(nodes: int) -> None:
+    setup = sized(WHOLE, nodes=nodes, num_shards=1200, limit_bytes=8_000_000 * 240 + 300_000, unevenness=0.0)
+    job, data = setup.job_bytes_per_s, 1200 * setup.fetched_bytes
+    node = min(SPEEDS.remote_bytes_per_s, setup.fetched_bytes / setup.own_s)
+    limit = 240 * setup.fetched_bytes
+    alone_s = limit / min(node, job / nodes)
+    assert simulate(setup, ALONE).full_s == pytest.approx(alone_s, rel=0.01)
+    assert simulate(setup, PARTITION).full_s == pytest.approx(
+        min(data, nodes * limit) / min(job, nodes * node), rel=0.05
+    )
+    for arrangement in (TWICE, SHARE):
+        copies = arrangement.copies(setup)
+        group = min(data, nodes * limit / copies)
+        copied = group * (copies - 1) / nodes / setup.fetched_bytes
+        expected_s = max(group / min(job, nodes * node), copied * setup.copy_s)
+        assert simulate(setup, arrangement).full_s == pytest.approx(expected_s, rel=0.1)
+
+
 # --- calibration and figures
 
 
