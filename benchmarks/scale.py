@@ -72,7 +72,7 @@ def copy_shards(cache: cs.Cache, count: int) -> None:
     assert row is not None
     content = Path(shard_path(cache.path, template)).read_bytes()
     with cache.catalogue.transaction() as tables:
-        schema = tables.schema()
+        schema = tables.schema
         assert schema is not None
         schema_id = tables.schema_id(schema)
         for _ in range(count):
