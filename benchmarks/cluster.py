@@ -2,7 +2,8 @@
 
 Samples a second of a function that waits 50 ms, against the number of actors; photographs decoded by one actor, beside one
 local process, in turns; the bytes that four caches with one filling read from a real S3 server (rclone), beside one cache;
-and a fifth cache that joins them, beside copies of the same shards, each synced.
+and a fifth cache that joins them, beside copies of the same shards, each synced. For the simulation of `scale_out`: the speeds
+of a node, and the time and the bytes that three to five caches take in each arrangement from a remote of 20 MiB/s.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ PER_ACTOR: Final = 60  # samples that are timed, for each actor
 PHOTOGRAPHS, SIDE = 1500, 512
 TURNS: Final = 3
 FILES, FILE_FLOATS = 400, 256 * 1024  # 1 MiB each
+REMOTE_MIB_PER_S, SMALL_FILES = 20, 96  # of the runs that the simulation is compared with
+SMALL_SHARD: Final = 4 << 20
+ARRANGEMENTS: Final[dict[str, dict[str, Any]]] = {
+    "alone": {},
+    "partition": {},
+    "share": {"share": "all"},
+    "replicas=2": {"share": "two", "replicas": 2},
+}
 TIMEOUT_S: Final = 300.0
 
 
@@ -138,7 +147,8 @@ def measure_sharing(folder: Path) -> dict[str, float]:
             return cache
 
         alone = start("alone")
-        alone.wait(FILES, timeout_s=TIMEOUT_S)
+        alone_s = seconds_between(alone, FILES // 10, FILES) / 0.9
+        totals = Board(alone.directory.worker_file("board")).totals()
         caches = [start(f"cache-{number}", share="benchmark") for number in range(NODES)]
         for cache in caches:
             cache.wait(FILES, timeout_s=TIMEOUT_S)
@@ -156,7 +166,56 @@ def measure_sharing(folder: Path) -> dict[str, float]:
             "joining_to_copying": copying_s / joining_s,
             "joining_mb_per_s": FILES * FILE_FLOATS * 4 / joining_s / 1e6,
             "joining_first_s": first_s,
+            "remote_bytes_per_s": FILES * FILE_FLOATS * 4 / alone_s,
+            "copy_bytes_per_s": FILES * FILE_FLOATS * 4 / joining_s,
+            "shard_overhead_s": totals.publish_s / alone.num_shards,
+            "decode_s": totals.pack_s / FILES,
         }
+
+
+def measure_arrangements(folder: Path) -> dict[str, float]:
+    """Seconds until the median cache is full, from the first byte on, and the bytes read, by arrangement."""
+    rng, figures = np.random.default_rng(0), dict[str, float]()
+    with run_s3_server(folder / "slow", bwlimit=f"{REMOTE_MIB_PER_S}M") as server:
+        for number in range(SMALL_FILES):
+            np.save(server.bucket("remote") / f"{number:04d}.npy", rng.random(FILE_FLOATS, dtype=np.float32))
+        source = cs.open_source("s3://remote/*.npy", storage_options=server.storage_options)
+        for count in (3, 4, 5):
+            for name, options in ARRANGEMENTS.items():
+                group = {**options, "share": f"{options['share']}-{count}"} if options else {}
+                with ExitStack() as stack:
+                    caches = []
+                    for node in range(count):
+                        given = {**group, "partition": (node, count)} if name == "partition" else group
+                        given = {**given, "seed": node} if name == "alone" else given
+                        path = folder / f"{name}-{count}-{node}"
+                        cache = stack.enter_context(cs.Cache(path, size_limit="1GB"))
+                        worker = cs.start_worker(
+                            cache, source, num_workers=1, shard_size=SMALL_SHARD, **given
+                        )
+                        stack.enter_context(worker)
+                        caches.append(cache)
+                    full_s, read = times_until_full(caches)
+                figures[f"{count} nodes, {name} / full_s"] = statistics.median(full_s)
+                figures[f"{count} nodes, {name} / egress_bytes"] = read
+    return figures
+
+
+def times_until_full(caches: list[cs.Cache]) -> tuple[list[float], int]:
+    """The seconds from the first byte that any of `caches` reads until each is full, and the bytes read by all."""
+    deadline_s, begun_s = time.perf_counter() + TIMEOUT_S, 0.0
+    full: dict[str, float] = {}
+    while len(full) < len(caches):
+        time.sleep(0.05)
+        now_s = time.perf_counter()
+        if now_s > deadline_s:
+            raise TimeoutError(f"{len(full)} of {len(caches)} caches are full after {TIMEOUT_S:g} s")
+        if not begun_s and any(map(fetched_bytes, caches)):
+            begun_s = now_s
+        for cache in caches:
+            if cache.path not in full and cache.fill_state() == "complete":
+                full[cache.path] = now_s - begun_s
+    return list(full.values()), sum(map(fetched_bytes, caches))
 
 
 def main() -> None:
@@ -175,6 +234,16 @@ def main() -> None:
         figures["photographs_to_local"] = median_ratio(local_s, remote_s)
         figures["photographs_per_s"] = PHOTOGRAPHS * 0.7 / statistics.median(remote_s)
         figures |= measure_sharing(folder)
+        figures |= measure_arrangements(folder)
+        figures |= {
+            "num_shards": SMALL_FILES * FILE_FLOATS * 4 // SMALL_SHARD,
+            "shard_bytes": SMALL_SHARD,
+            "fetched_bytes": SMALL_SHARD,
+            "samples_per_shard": SMALL_SHARD // (FILE_FLOATS * 4),
+            "limit_bytes": 10**9,
+            "processors": 1,
+            "job_bytes_per_s": REMOTE_MIB_PER_S << 20,
+        }
     emit(**figures)
 
 
