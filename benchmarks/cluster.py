@@ -14,7 +14,9 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -182,23 +184,30 @@ def measure_arrangements(folder: Path) -> dict[str, float]:
         source = cs.open_source("s3://remote/*.npy", storage_options=server.storage_options)
         for count in (3, 4, 5):
             for name, options in ARRANGEMENTS.items():
-                group = {**options, "share": f"{options['share']}-{count}"} if options else {}
-                with ExitStack() as stack:
-                    caches = []
-                    for node in range(count):
-                        given = {**group, "partition": (node, count)} if name == "partition" else group
-                        given = {**given, "seed": node} if name == "alone" else given
-                        path = folder / f"{name}-{count}-{node}"
-                        cache = stack.enter_context(cs.Cache(path, size_limit="1GB"))
-                        worker = cs.start_worker(
-                            cache, source, num_workers=1, shard_size=SMALL_SHARD, **given
-                        )
+                paths = [folder / f"{name}-{count}-{node}" for node in range(count)]
+                caches = [cs.Cache(path, size_limit="1GB") for path in paths]
+                given = [of_node(name, node, count, options) for node in range(count)]
+                with ThreadPoolExecutor() as threads, ExitStack() as stack:
+                    times = threads.submit(times_until_full, caches)
+                    for worker in threads.map(partial(start_small, source), caches, given):
                         stack.enter_context(worker)
-                        caches.append(cache)
-                    full_s, read = times_until_full(caches)
+                    full_s, read = times.result()
                 figures[f"{count} nodes, {name} / full_s"] = statistics.median(full_s)
                 figures[f"{count} nodes, {name} / egress_bytes"] = read
     return figures
+
+
+def of_node(name: str, node: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `start_worker` on one node of an arrangement."""
+    if name == "alone":
+        return {"seed": node}
+    if name == "partition":
+        return {"partition": (node, count)}
+    return {**options, "share": f"{options['share']}-{count}"}
+
+
+def start_small(source: cs.Source, cache: cs.Cache, options: dict[str, Any]) -> cs.Worker:
+    return cs.start_worker(cache, source, num_workers=1, shard_size=SMALL_SHARD, **options)
 
 
 def times_until_full(caches: list[cs.Cache]) -> tuple[list[float], int]:

@@ -1,7 +1,8 @@
 """What to choose when 8 to 4,096 nodes train on one remote data set through bounded caches: `python -m benchmarks.scale_out`.
 
-Every size and arrangement is simulated by `cluster`. The speeds of a node are those that `benchmarks.cluster` measured,
-read from results/cluster.json; without that file they are assumed, and the run says so.
+Every size and arrangement is simulated by `cluster`, with the speeds of nodes in a data centre. With the speeds that
+`benchmarks.cluster` measured on one machine, read from results/cluster.json, the model is compared with the runs of three to five
+caches there; without that file the run says that it is not.
 
 Keys of "figures" in results/cluster.json, a list with the value of each round, as in every record:
 
