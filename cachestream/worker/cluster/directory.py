@@ -8,7 +8,7 @@ Nothing here does I/O or reads a clock: times come with the calls.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -177,8 +177,8 @@ class Directory:
 
     `replicas`: the number of caches that keep a shard; None for all.
 
-    A shard is copied to a cache that neither makes nor holds any of its positions, so no cache gets a sample
-    twice, whatever was made twice: by a cache that was believed gone, say.
+    A shard is copied to a cache that is undecided on all of its positions and holds none of them, so no cache
+    gets a sample twice, whatever was made twice: by a cache that was believed gone, say.
     """
 
     def __init__(self, replicas: int | None = None) -> None:
@@ -284,23 +284,18 @@ class Directory:
         self, name: str, member: _Member, report: Report, blocks: _Blocks, undecided: set[int], now_s: float
     ) -> Answer:
         held = member.spans.get(report.plan, [])
-        making = blocks.within(report.making)
-        busy = making | {block for block in undecided if blocks.makers[block] == name}
         done: list[int] = []
         free: list[int] = []
         lost: list[int] = []
         copies: dict[str, Copy] = {}
         for block in sorted(undecided):
             is_made = blocks.is_made[block]
-            if covers(held, *blocks.range_of(block)):
+            if covers(held, *blocks.range_of(block)) or (is_made and not self._keeps(name, report, block)):
                 done.append(block)
             elif not blocks.makers[block]:
                 free.append(block)
-            elif not self._keeps(name, report, block):
-                if is_made:
-                    done.append(block)
             else:
-                found = self._copies_for(name, block, held, busy, blocks)
+                found = self._copies_for(name, block, held, undecided, blocks)
                 if found and len(copies) < _COPIES:
                     copies.update(found)
                 if is_made and not found:
@@ -317,14 +312,14 @@ class Directory:
         )
 
     def _copies_for(
-        self, name: str, block: int, held: list[Span], busy: set[int], blocks: _Blocks
+        self, name: str, block: int, held: list[Span], undecided: set[int], blocks: _Blocks
     ) -> dict[str, Copy]:
         """The shards with samples of `block` that the cache is to copy, none of which overlaps another."""
         found: dict[str, Copy] = {}
         spans = held
         for content in sorted(blocks.shards[block]):
             shard = self._shards[content]
-            is_open = blocks.of_spans(shard.spans).isdisjoint(busy)
+            is_open = blocks.of_spans(shard.spans) <= undecided
             if name not in shard.holders and is_open and not overlap(spans, shard.spans):
                 found[content] = _copy(content, shard)
                 spans = sorted([*spans, *shard.spans], key=_start)
@@ -358,16 +353,16 @@ class Directory:
         return given
 
     def _keeps(self, name: str, report: Report, block: int) -> bool:
-        """True if the cache is to have the samples of `block`: its maker, or one of those that follow the maker.
+        """True if the cache is to have the samples of `block`.
 
-        All shards of one cache go to the same others, as a shard may hold many blocks (chained declustering,
-        Hsiao and DeWitt, ICDE 1990).
+        Rendezvous hashing (Thaler and Ravishankar, 1998): few choices change with the members.
         """
         if self.replicas is None:
             return True
-        maker, members = self._passes[report.plan].makers[block], self.members
-        distance = (bisect_left(members, name) - bisect_left(members, maker)) % len(members)
-        return distance < self.replicas
+        maker = self._passes[report.plan].makers[block]
+        others = [one for one in self._members if one != maker]
+        others.sort(key=lambda one: xxhash.xxh3_64_intdigest(f"{block} {one}".encode()))
+        return name == maker or name in others[: self.replicas - 1]
 
     def _foreign(self, name: str, member: _Member, report: Report) -> dict[str, Copy]:
         """Shards of other partitions, a choice of its own for each cache.
