@@ -189,11 +189,12 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     ),
     "trace": Benchmark(
         "The cost of a trace",
-        "The speed with `cs.trace`, of that without, in turns: the warm batches from above, and one process that stores samples of "
-        "a function, half a millisecond each.",
+        "The speed with `cs.trace`, of that without, in turns: the warm batches from above, one process that stores samples of a "
+        "function, half a millisecond each, and one that stores samples of 64 bytes, by its processor time.",
         (
             Figure("epochs_to_untraced", "warm batches", target=0.98),
             Figure("filling_to_untraced", "filling", target=0.98),
+            Figure("tiny_to_untraced", "filling, samples of 64 bytes", target=0.98),
         ),
     ),
     "plan": Benchmark(

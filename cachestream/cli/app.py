@@ -367,7 +367,7 @@ def diagnose(
     crop: CropOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find what holds up filling a cache from SOURCE, or check this machine.
+    """Find what slows filling from SOURCE, or check this machine.
 
     With SOURCE the time of every stage, and the verdict; without it what a cache needs of the machine. Needs
     no cache, and leaves nothing behind.
