@@ -196,6 +196,14 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("filling_to_untraced", "filling", target=0.98),
         ),
     ),
+    "trace_tiny": Benchmark(
+        "The cost of a trace of tiny samples",
+        "The samples of 64 bytes that one process stores in a second of processor time with `cs.trace`, of those without, in turns.",
+        (
+            Figure("tiny_to_untraced", "filling", target=0.98),
+            Figure("tiny_us", "processor time of a traced sample", "µs"),
+        ),
+    ),
     "plan": Benchmark(
         "A forecast beside its run",
         "`cachestream plan` for a cache of a quarter of 4,000 arrays that turns over, and a trainer that begins at 600 samples, beside a run of 60 s: the longer time to the shorter.",

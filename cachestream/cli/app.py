@@ -46,7 +46,7 @@ from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import read_history
-from cachestream.tools.plots import plot_forecast, plot_growth
+from cachestream.tools.plots import figure_class, plot_forecast, plot_growth
 from cachestream.transport.remote_errors import redact
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
@@ -380,7 +380,7 @@ def diagnose(
     crop: CropOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find what holds up filling a cache from SOURCE, or check this machine.
+    """Find what slows filling from SOURCE, or check this machine.
 
     With SOURCE the time of every stage, and the verdict; without it what a cache needs of the machine. Needs
     no cache, and leaves nothing behind.
@@ -439,6 +439,8 @@ def plan(
     Reads SOURCE for some seconds, and simulates the run: when the first batch comes, how epochs grow, when
     the cache is full and all has been seen, what is fetched and what it costs, and what would be better.
     """
+    if output is not None:
+        figure_class()  # what is missing is said now, and not after the reading
     function = None if transform is None else load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)

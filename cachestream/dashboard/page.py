@@ -43,6 +43,7 @@ _GRID: Final = (
 )
 _TEXT: Final = """
 :host { width: 100%; }
+.bk-clearfix { display: block !important; }  /* Bokeh's inline block is as wide as its table */
 h1 { font-size: 20px; margin: 4px 0; overflow-wrap: anywhere; }
 p { margin: 2px 0 8px; font-size: 16px; }
 .bar { height: 8px; width: min(640px, 90vw); border-radius: 4px; background: rgba(138,143,152,.3);
@@ -79,7 +80,8 @@ class _Panel:
     def __init__(self, watch: CacheWatch) -> None:
         self.watch = watch
         first = watch.look()
-        limit = 1 if first.status is None else first.status.size_limit
+        limits = [one.status.size_limit for one in watch.readings if one.status is not None]
+        limit = limits[-1] if limits else 1  # the cache may be gone by now
         self._unit, self._factor = next(
             (unit, size)
             for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("B", 1.0))
@@ -132,7 +134,7 @@ class _Panel:
         _line(waits, live, "waits", _ORANGE, "the rank that waits most")
         epochs = _figure("Epochs: samples each")
         epochs.vbar("epoch", top="samples", width=0.8, source=self._epochs, color=_GREEN)
-        uses = _figure("Freshness: samples by how often they were used", x_range=_use_names())
+        uses = _figure("Freshness: samples by times used", x_range=_use_names())
         uses.vbar("uses", top="samples", width=0.8, source=self._uses, color=_BLUE)
         return size, rates, network, waits, epochs, uses
 

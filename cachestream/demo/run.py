@@ -23,7 +23,7 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.recovery import VerifyReport
 from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
-from cachestream.tools.plots import plot_growth
+from cachestream.tools.plots import figure_class, plot_growth
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,6 +93,7 @@ def run(
     """
     size = size or Size()
     folder = Path(output)
+    figure_class()  # what is missing is said now, and not after the training
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -35,9 +35,9 @@ def plot_growth(
     """
     if len(rows) < 2:
         raise ConfigError("nothing to plot yet: the history is written while a worker runs")
-    figure_class = _figure_class()
+    new_figure = figure_class()
     seconds, unit, unit_s = _time_axis(rows["time_s"] - rows["time_s"][0])
-    figure = figure_class(figsize=(9, 9 if accuracy else 6), layout="constrained")
+    figure = new_figure(figsize=(9, 9 if accuracy else 6), layout="constrained")
     panels = figure.subplots(3 if accuracy else 2, 1, sharex=True)
     # A path may hold undecodable bytes, and "$" is not a formula.
     figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
@@ -67,7 +67,7 @@ def plot_forecast(forecast: Forecast, path: str | os.PathLike[str], title: str) 
     """
     if not forecast.epochs:
         raise ConfigError("nothing to draw: no epoch begins in the time that is planned")
-    figure = _figure_class()(figsize=(9, 5), layout="constrained")
+    figure = figure_class()(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
     seconds, unit, _ = _time_axis(np.array([epoch.at_s for epoch in forecast.epochs]))
@@ -93,7 +93,8 @@ def _save(figure: Any, path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{os.fspath(path)} cannot be written: {error}") from error
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """Matplotlib's Figure; raises ConfigError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure  # slow to load, and an extra
     except ImportError as error:

@@ -291,6 +291,7 @@ def test_every_command_explains_itself_and_the_version_is_shown() -> None:
     listed = done(cli("--help"))
     for command in commands:
         assert f"  {command}" in listed
+    assert "..." not in listed.partition("Commands:")[2], "a line is too long for 80 columns"
     assert "CACHESTREAM_WORKER_SIZE_LIMIT" in done(cli("worker", "--help"))
     assert [line.split()[0] for line in done(cli("--version")).splitlines()][:3] == [
         "cachestream",

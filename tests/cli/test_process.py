@@ -252,11 +252,14 @@ def test_a_command_that_is_started_deaf_to_ctrl_c_stays_so() -> None:
     assert done(run_code(deaf + INTERRUPTED)).startswith("cachestream ")
 
 
-def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> None:
+def test_plots_name_the_extra_when_matplotlib_is_missing_before_any_work(cache: Path, tmp_path: Path) -> None:
     fill(cache, 1, 8).close()
     (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
-    code = (
-        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None;"
-        f"from cachestream.cli.main import main; main(['plot', {str(cache)!r}])"
-    )
-    assert "pip install 'cachestream[plot]'" in refused(run_code(code), 2)
+    planned = ["plan", "missing", "--size-limit=1GB", "--batch-size=8", "--step-time=1", "--output=plan.png"]
+    for arguments in (["plot", str(cache)], planned, ["demo", "--output", str(tmp_path / "demo")]):
+        code = (
+            "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None;"
+            f"from cachestream.cli.main import main; main({arguments!r})"
+        )
+        assert "pip install 'cachestream[plot]'" in refused(run_code(code), 2)
+    assert not (tmp_path / "demo").exists()

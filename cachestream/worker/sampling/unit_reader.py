@@ -225,9 +225,8 @@ class UnitReader:
                 try:
                     with closing(self._wanted(unit_read)) as items:
                         for chunk in group_into_chunks(items):
-                            if (
-                                is_traced
-                            ):  # not tracing.each, whose generator takes 3 % of the time of a tiny unit
+                            # Not tracing.each, whose generator takes 3 % of the time of a tiny unit.
+                            if is_traced:
                                 tracing.add("read", since_s, time.monotonic(), unit=unit.number)
                             unit_read.received(chunk)
                             yield chunk
