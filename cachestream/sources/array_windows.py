@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cachestream.config import whole_number
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.decode.values import ArrayLayout, parse_header
+from cachestream.sources.decode.values import ArrayLayout, parse_npy_header
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, map_errors
 from cachestream.transport.remote_object import GAP_BYTES, RemoteObject, patiently
@@ -158,9 +158,9 @@ class NpyArray:
     def _read_header(self) -> ArrayLayout:
         file = self._file
         try:
-            found = parse_header(file.head(HEAD_BYTES))
+            found = parse_npy_header(file.head(HEAD_BYTES))
             if isinstance(found, int):
-                found = parse_header(file.head(found))
+                found = parse_npy_header(file.head(found))
             if isinstance(found, int):
                 raise ValueError("the header is truncated")  # noqa: TRY004  not of an argument
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Warning) as error:

@@ -201,8 +201,8 @@ class Cache:
         """Wait until `min_samples` are cached; returns the number of cached samples.
 
         Without `timeout_s` there is no deadline: the wait lasts as long as samples may come, also while no
-        worker runs. Raises NotEnoughSamplesError at the deadline, or at once when the filling has ended with
-        fewer samples, or no more fit.
+        worker runs, and after some seconds a warning says why none come. Raises NotEnoughSamplesError at the
+        deadline, or at once when the filling has ended with fewer samples, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is None:

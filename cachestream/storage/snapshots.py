@@ -337,7 +337,8 @@ class ReusableSnapshots:
                 raise
             if not self._warned:
                 logger.warning(
-                    "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last one",
+                    "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last "
+                    "one",
                     *(self._cache.path, str(error)),  # not the error, whose frames hold maps
                 )
                 self._warned = True

@@ -28,7 +28,7 @@ from cachestream.storage.layout import Directory, replace_file
 from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 
-FLIGHTS: Final = 64  # units that one process reads at once, at most
+READS_AT_ONCE: Final = 64  # units that one process reads at once, at most
 PROCESSES_AT_MOST: Final = 128
 
 # State of a sampling process.
@@ -62,9 +62,9 @@ _SLOT: Final = np.dtype(
         ("space_wait_s", "<f8"),
         ("pass_id", "<i8"),
         ("bandwidth_bytes_per_s", "<f8"),  # the limit of the worker, 0: none
-        ("alone", "<i8"),  # position + 1 of the unit being transformed, 0: none
-        ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
-        ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
+        ("transforming", "<i8"),  # position + 1 of the unit being transformed, 0: none
+        ("reads", "<i8", (READS_AT_ONCE,)),  # positions + 1 being read, 0: none
+        ("read_beats_s", "<f8", (READS_AT_ONCE,)),  # monotonic time of the last progress of each
         ("silence", "S256"),  # the last message about a remote that does not answer and blocks all, or empty
         ("refusal", "S256"),  # the disk's error for the last write, UTF-8; empty once one succeeds
     ]
@@ -174,11 +174,11 @@ class Board:
         """The slot of sampling process `index`: reading and writing its fields is live."""
         return self._slots[index]
 
-    def clear_flights(self, index: int) -> None:
+    def clear_reads(self, index: int) -> None:
         """Clear the units that a dead process was reading, for its successor."""
         slot = self._slots[index]
-        slot["flights"] = 0
-        slot["alone"] = 0
+        slot["reads"] = 0
+        slot["transforming"] = 0
 
     def states(self) -> list[str]:
         return [STATE_NAMES[int(s)] for s in self._slots["state"][: self.processes]]

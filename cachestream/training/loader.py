@@ -58,7 +58,7 @@ class EpochLoader:
             `rng` that is None by default.
         prefetch: batches gathered ahead.
         timeout_s: the longest wait for a batch, in seconds; after it EpochError with a diagnosis is raised.
-        with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
+        with_keys: batches hold the samples' keys, a list of str: field "__key__", or the last of a tuple.
         record: a folder, one for each run, for the manifest of each epoch (its shards, order and batches).
         replay: a manifest, or a folder of them, of epochs to repeat: the same batches for the same
             `batch_size` and number of ranks, otherwise the same samples in the same order. EpochError if

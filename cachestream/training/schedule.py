@@ -111,7 +111,7 @@ class Schedule:
         self._chain.close_retired()
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
-        """Take the next batches of `epoch`. Raises a background thread's error, or EpochError with a diagnosis."""
+        """Take the next batches of `epoch`. Raises the error of a thread, or EpochError with a diagnosis."""
         with self._lock:
             self._wait(lambda: self._holds(epoch), epoch, timeout_s)
             group = self._groups.popleft()

@@ -1,4 +1,4 @@
-"""Statistics of a loader: its reports to other processes, and, with its cache's, one flat dict for loggers."""
+"""Statistics of a loader: its reports to other processes, and one flat dict for loggers."""
 
 from __future__ import annotations
 

@@ -120,14 +120,14 @@ def hanging_positions(
     now_s: float,
     timeout_s: float,
     main: tuple[float, int | None],
-    flights: Sequence[tuple[float, int]],
+    reads: Sequence[tuple[float, int]],
 ) -> list[int] | None:
     """The positions on which a process hangs (empty if it hangs elsewhere); None if it is alive.
 
-    `main`: the last beat of the main thread, and the position that it transforms. `flights`: the last beats
+    `main`: the last beat of the main thread, and the position that it transforms. `reads`: the last beats
     of the fetching threads, and the positions that they read.
     """
-    hanging = [position for beat_s, position in flights if now_s - beat_s > timeout_s]
+    hanging = [position for beat_s, position in reads if now_s - beat_s > timeout_s]
     main_hangs = now_s - main[0] > timeout_s
     if main_hangs and main[1] is not None:
         hanging.append(main[1])
@@ -209,7 +209,7 @@ class SamplingProcess:
         """Start the process if it is due; it stays due if the system refuses."""
         if self.process.start_at_s is None or now_s < self.process.start_at_s:
             return
-        self._board.clear_flights(self.index)
+        self._board.clear_reads(self.index)
         self._slot["state"], self._slot["beat_s"] = STARTING, now_s
         self._committed_before = int(self._slot["committed"])
         self._hung, self._was_stopped = None, False
@@ -217,12 +217,12 @@ class SamplingProcess:
 
     def _reads(self) -> list[tuple[float, int]]:
         """The fetching threads' last beats, and the positions they read."""
-        beats, positions = self._slot["flight_beats_s"].tolist(), self._slot["flights"].tolist()
+        beats, positions = self._slot["read_beats_s"].tolist(), self._slot["reads"].tolist()
         return [(beat_s, one - 1) for beat_s, one in zip(beats, positions, strict=True) if one]
 
     def _in_transform(self) -> int | None:
         """The position of the sample that is being transformed."""
-        return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
+        return int(self._slot["transforming"]) - 1 if self._slot["transforming"] else None
 
     def kill_if_hanging(self, now_s: float, resumed_s: float, timeout_s: float) -> None:
         """Kill the process if it shows no life.
@@ -266,7 +266,7 @@ class SamplingProcess:
             suspects=len(set(positions)),
         )
         pass_id = int(self._slot["pass_id"])
-        self._board.clear_flights(self.index)
+        self._board.clear_reads(self.index)
         return death, suspects_of(death, positions), pass_id
 
 

@@ -42,7 +42,7 @@ from cachestream.storage.layout import overhead_bytes
 from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.settings import held_out_share
-from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
+from cachestream.storage.telemetry import PROCESSES_AT_MOST, READS_AT_ONCE
 from cachestream.transport.remote import Remote
 from cachestream.worker.cluster.connection import ENGINES, MOST_ACTORS, ClusterOptions, current_address
 from cachestream.worker.job import Job, Payload, pack, transform_fingerprint
@@ -87,7 +87,7 @@ class WorkerOptions:
             most = MOST_ACTORS if self.engine == "ray" else PROCESSES_AT_MOST
             check_count("num_workers", self.num_workers, 1, most)
         self._check_cluster()
-        check_count("concurrency", self.concurrency, 1, FLIGHTS)
+        check_count("concurrency", self.concurrency, 1, READS_AT_ONCE)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
         check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)

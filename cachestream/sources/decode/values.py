@@ -47,7 +47,7 @@ class ArrayLayout:
     fortran_order: bool
 
 
-def parse_header(head: memoryview) -> ArrayLayout | int:
+def parse_npy_header(head: memoryview) -> ArrayLayout | int:
     """Return the layout in a `.npy` header, or the size of the header in bytes if `head` is shorter.
 
     Reads versions 1 to 3 of numpy.lib.format. Raises ValueError for anything else.
@@ -83,7 +83,7 @@ def decode_npy(data: Buffer) -> npt.NDArray[Any]:
     Reads versions 1 to 3 of numpy.lib.format. Object arrays are refused.
     """
     view = memoryview(data)
-    layout = parse_header(view)
+    layout = parse_npy_header(view)
     if isinstance(layout, int):
         raise ValueError(f"a .npy header of {layout} bytes")  # noqa: TRY004  not of an argument
     dtype, start = layout.dtype, layout.offset

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
 from cachestream.storage.layout import Directory
-from cachestream.storage.telemetry import FLIGHTS, Board, Slot
+from cachestream.storage.telemetry import READS_AT_ONCE, Board, Slot
 from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.order import PassPlan
@@ -234,7 +234,7 @@ class UnitsReader:
         self._transformer = Transformer(payload.transform, self.slot)
         self._transforming = threading.Lock()  # users expect one call at a time
         self._lock = threading.Lock()
-        self._first_numbers = [lane * (FLIGHTS // CALLS) for lane in range(CALLS)]
+        self._first_numbers = [lane * (READS_AT_ONCE // CALLS) for lane in range(CALLS)]
         self._sent = (0.0,) * len(COUNTERS)
 
     def read(self, plan: PassPlan, tasks: Sequence[UnitTask]) -> Iterator[ReadResult]:
@@ -266,7 +266,7 @@ class UnitsReader:
         """A fetcher, and the numbers of its threads in the slot."""
         with self._lock:
             first = self._first_numbers.pop()
-        threads = min(self._job.concurrency, FLIGHTS // CALLS, units)
+        threads = min(self._job.concurrency, READS_AT_ONCE // CALLS, units)
         numbers = range(first, first + threads)
 
         def read(unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
@@ -318,7 +318,7 @@ class UnitsReader:
 
     def _is_alive(self, numbers: range, now_s: float) -> bool:
         """True if no reading thread of `numbers` has been without a sign of life for long."""
-        beats = [float(self.slot["flight_beats_s"][n]) for n in numbers if self.slot["flights"][n]]
+        beats = [float(self.slot["read_beats_s"][n]) for n in numbers if self.slot["reads"][n]]
         return now_s - min(beats, default=now_s) < self._job.hang_timeout_s / 2
 
     def _differences(self) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cachestream.storage.telemetry import FLIGHTS, Slot
+from cachestream.storage.telemetry import READS_AT_ONCE, Slot
 from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitState
@@ -191,11 +191,11 @@ class Fetcher:
         with self._lock:
             # A unit that was put aside earlier may have arrived meanwhile, and be next.
             is_next = bool(self._order) and self._order[0] is unit_read and unit_read.is_awaited
-            if not is_next or len(self._aside) >= min(self._most, FLIGHTS - 1):
+            if not is_next or len(self._aside) >= min(self._most, READS_AT_ONCE - 1):
                 return False
             self._order.popleft()
             self._aside.append(unit_read)
-            if self._threads < min(FLIGHTS, self._most + len(self._aside)):
+            if self._threads < min(READS_AT_ONCE, self._most + len(self._aside)):
                 self._start_thread()
             self._room.notify_all()
             self._turn.notify_all()

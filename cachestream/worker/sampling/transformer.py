@@ -42,12 +42,12 @@ class Transformer:
         """Apply the user's transform; the board shows the position of the unit meanwhile."""
         assert self._transform is not None
         slot, begun_s = self._slot, time.monotonic()
-        slot["alone"], slot["beat_s"] = unit.position + 1, begun_s
+        slot["transforming"], slot["beat_s"] = unit.position + 1, begun_s
         try:
             return self._transform(sample, lambda: sample_generator(plan, unit.number, offset))
         finally:
             end_if_forked(self._pid)
-            slot["alone"] = 0
+            slot["transforming"] = 0
             self.encoding_since_s = time.monotonic()
             took_s = self.encoding_since_s - begun_s
             self.transform_s += took_s

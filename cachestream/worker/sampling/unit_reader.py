@@ -215,9 +215,9 @@ class UnitReader:
         were received, as a unit always gives the same samples. Raises SampleError in the end if the remote
         delivers other units.
         """
-        unit, flights = unit_read.unit, self._slot["flights"]
+        unit, reads = unit_read.unit, self._slot["reads"]
         self.meter.begin(unit_read, number)
-        flights[number] = unit.position + 1
+        reads[number] = unit.position + 1
         try:
             while True:
                 began_s = since_s = time.monotonic()
@@ -239,14 +239,14 @@ class UnitReader:
                         raise
                     self._slot["retries"] += 1
                     pause_s = self._pause_s(unit_read, str(error), began_s)
-                flights[number] = 0  # a death during the pause is not the fault of this unit
+                reads[number] = 0  # a death during the pause is not the fault of this unit
                 yield pause_s
                 self.meter.beat(number)
-                flights[number] = unit.position + 1
+                reads[number] = unit.position + 1
         finally:
             end_if_forked(self._pid)
             self.meter.end()
-            flights[number] = 0
+            reads[number] = 0
 
     def _pause_s(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
         """The pause after a failed attempt that began at `began_s`; notes the stall of the unit.
@@ -373,13 +373,13 @@ class FetchMeter:
 
     def beat(self, number: int) -> None:
         """Show that thread `number` is alive."""
-        self._slot["flight_beats_s"][number] = time.monotonic()
+        self._slot["read_beats_s"][number] = time.monotonic()
 
     def beat_now_and_then(self) -> None:
         """Show that this thread is alive, every millisecond at most."""
         account = _account()
         if (now_s := time.monotonic()) - account.beat_s >= _BEAT_S:
-            self._slot["flight_beats_s"][account.number] = account.beat_s = now_s
+            self._slot["read_beats_s"][account.number] = account.beat_s = now_s
 
     @property
     def has_fetched(self) -> bool:
