@@ -48,7 +48,7 @@ _NOT_BY_FOLDER: Final = re.compile(r"[^/]\*\*|\*\*[^/]")
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | Walk | None:
-    """Return the listing of `urls`, page by page, if these are one folder or wildcard; None: list them at once."""
+    """Return the listing of `urls` if these are one folder or wildcard; None: they are listed at once."""
     if len(urls) != 1 or "::" in urls[0] or remote.is_web or remote.has_versions:
         return None
     (url,) = urls
@@ -151,7 +151,7 @@ class S3Listing:
         return redact(f"{self.remote.protocol}://{self._prefix}")
 
     def _answers(self, prefix: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
-        """Yield the answers of S3, page by page, for paths that begin with `prefix` and come after `start`."""
+        """Yield the answers of S3 for the paths that begin with `prefix` and come after `start`."""
         filesystem, _ = self.remote.open_for_listing()
         bucket, _, key = prefix.partition("/")
         options = {

@@ -64,7 +64,7 @@ def parent_of(path: str) -> str:
 
 
 def split_wildcard(path: str, magic: re.Pattern[str] = MAGIC) -> tuple[str, str]:
-    """Split `path` into a folder, with its "/", and the wildcard below it; "" for a path without a wildcard."""
+    """Split `path` into a folder, with its "/", and the wildcard below it; "" if there is none."""
     match = magic.search(path)
     if match is None:
         return path.rstrip("/") + "/", ""

@@ -1,7 +1,7 @@
 """LitData's data sets, read from their own chunks without conversion and without pickle.
 
-(litdata 0.2.76, streaming/framed_zstd.py, item_loader.py and serializers.py, utilities/_pytree.py; numbers are
-little-endian unless said otherwise.)
+(litdata 0.2.76, streaming/framed_zstd.py, item_loader.py and serializers.py, utilities/_pytree.py; numbers
+are little-endian unless said otherwise.)
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def _arrow_rows(
 def leaf_names(spec: str | None, count: int) -> tuple[Container, tuple[str, ...]]:
     """Return the container of a sample, and the names of its leaves in order, such as "image", "box.0", "0".
 
-    `spec` is a serialised TreeSpec of `count` leaves. Raises ValueError or LookupError if it is malformed, and
-    RecursionError if it is too deep.
+    `spec` is a serialised TreeSpec of `count` leaves. Raises ValueError or LookupError if it is malformed,
+    and RecursionError if it is too deep.
     """
     if spec is None:
         return "tuple", tuple(map(str, range(count)))
@@ -370,7 +370,7 @@ def _flat(dtype: np.dtype[Any], data: memoryview) -> npt.NDArray[Any]:
 
 
 def _array(order: str, dtypes: tuple[str, ...], data: memoryview) -> npt.NDArray[Any]:
-    """Decode an array or a tensor: its type and number of axes, their lengths (u32, in byte `order`), its data."""
+    """Decode an array: its type and number of axes, their lengths (u32, in byte `order`), its data."""
     kind, axes = struct.unpack_from(f"{order}II", data)
     if axes > MAX_AXES:
         raise ValueError(f"an array of {axes} axes")

@@ -157,7 +157,7 @@ class MDSSource(IndexedSource):
 
 
 def _shards(index: Mapping[str, Any], choice: FieldChoice) -> list[_Shard]:
-    """Return the shards that hold samples. Raises ValueError and the like for an index that cannot be used."""
+    """Return the shards with samples. Raises ValueError, LookupError or TypeError for a malformed index."""
     if index.get("version") != 2 or not isinstance(index.get("shards"), list):
         raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
     layouts: dict[Any, ItemLayout] = {}  # shards of equal columns share one
