@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.errors import EpochError, NotEnoughSamplesError
+from cachestream.errors import CacheFullError, EpochError, NotEnoughSamplesError
 from cachestream.schema import Snapshot
 from cachestream.storage.cache import Cache
 from cachestream.storage.leases import Lease, join_lease
@@ -207,6 +207,36 @@ def test_an_empty_cache_is_an_error_and_nothing_is_kept_of_it(cache: Cache) -> N
         reusable.take(None, 0.25)
     publish(cache, content(0))
     assert reusable.take(None, 0.25)[0].num_samples == 3
+
+
+def test_the_last_one_is_taken_again_while_no_new_one_can_be(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Reader(filled)
+
+    def fail(*_: Any) -> None:
+        raise CacheFullError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filled, "take_snapshot", fail)
+        with pytest.raises(CacheFullError):
+            reader.take()
+    first = reader.take()
+    reader.release()
+    publish(filled, content(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(filled, "take_snapshot", fail)
+        for _ in range(2):
+            snapshot, lease = reader.reusable.take(None, 0.25)
+            assert snapshot is first
+            assert lease.held
+            lease.release()
+    assert [one for one in caplog.messages if "the disk is full" in one] == [
+        f"{filled.path}: no new snapshot can be taken (the disk is full); until one can, epochs are drawn from the last one"
+    ]
+    assert reader.take() is not first
+    reader.end()
+    assert filled.status().leases == 0
 
 
 def test_a_cache_that_was_removed_is_not_made_again(filled: Cache) -> None:
