@@ -27,6 +27,7 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
 from cachestream.worker.processes import import_path, start_python
 from cachestream.worker.sampling.encode import Table, joined, to_record, to_table
+from cachestream.worker.sampling.transformer import collected, to_records
 from cachestream.worker.worker import start_worker
 
 _THREADS: Final = 8
@@ -301,10 +302,9 @@ class SourceChecks:
     def record(self, unit: int, sample: Any) -> Table:
         """A sample of `unit` as it is stored, after the transform."""
         if self.transform is not None:
-            sample = self.transform(sample)
-            sample = True if sample is None else sample
+            sample = collected(self.transform(sample))
         try:
-            return to_record(sample)
+            return next(iter(to_records(sample, "")), to_record(True))
         except SampleError as error:
             raise AssertionError(f"a sample of unit {unit} cannot be stored: {error}") from error
 

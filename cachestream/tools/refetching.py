@@ -44,8 +44,8 @@ from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
 from cachestream.worker.sampling.cached_units import Coverage
-from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
+from cachestream.worker.sampling.transformer import collected, to_records
 from cachestream.worker.sampling.unit_reader import sample_generator, unit_generator
 
 if TYPE_CHECKING:
@@ -314,7 +314,8 @@ class _Maker:
                     continue
                 # A sample that is skipped now was skipped then.
                 with contextlib.suppress(SampleError, SchemaMismatchError):
-                    packer.add(to_record(sample, key), known)
+                    for record in to_records(sample, key):
+                        packer.add(record, known)
         finally:
             for part in parts:
                 part.cancel()
@@ -347,7 +348,8 @@ class _Maker:
                 continue
             if self._transform is not None:
                 try:
-                    sample = self._transform(sample, functools.partial(sample_generator, plan, unit, offset))
+                    rng = functools.partial(sample_generator, plan, unit, offset)
+                    sample = collected(self._transform(sample, rng))
                 except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skips the sample, too
                     continue
             if sample is not None:

@@ -214,7 +214,8 @@ def start_worker(
         cache: a Cache, or the path of one.
         source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4), or Ray actors (default: 8).
-        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. A list or a
+            generator is several samples, with the keys `key/0`, `key/1`, …; a tuple is one. Or
             `fn(sample, rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit):
             the same draws on every attempt.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).

@@ -24,8 +24,9 @@ from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.tools.diagnose.stages import Measurement
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import redact_text
-from cachestream.worker.sampling.encode import to_record, to_table
+from cachestream.worker.sampling.encode import to_table
 from cachestream.worker.sampling.packer import Packer
+from cachestream.worker.sampling.transformer import collected, to_records
 
 STAGES: Final = ("read", "decode", "transform", "pack")
 SHARD_BYTES: Final = 64_000_000  # a full shard of a worker
@@ -155,11 +156,10 @@ class Probe:
         else:
             key, sample = item
             if self._transform is not None:
-                sample = self._transform(sample, np.random.default_rng)
+                sample = collected(self._transform(sample, np.random.default_rng))
                 self._lap(reading, "transform")
-            if sample is None:
-                return
-            self.packer.add(to_record(sample, key), None)
+            for record in to_records(sample, key):
+                self.packer.add(record, None)
         self._lap(reading, "pack")
 
     def _skip(self, reading: _Reading, unit: int, index: int, error: BaseException) -> None:

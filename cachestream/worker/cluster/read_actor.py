@@ -30,10 +30,10 @@ from cachestream.storage.telemetry import READS_AT_ONCE, Board, Slot
 from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.order import PassPlan
-from cachestream.worker.sampling.encode import Column, SampleChunk, Table
+from cachestream.worker.sampling.encode import Column, SampleChunk, Table, approximate_bytes, to_record
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.sampling.reading import BUFFER_BYTES
-from cachestream.worker.sampling.transformer import Transformer
+from cachestream.worker.sampling.transformer import Several, Transformer
 from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitReader
 
 CALLS: Final = 3  # at once in one actor: two that alternate, and one for a backup
@@ -121,10 +121,11 @@ class ReadResult:
     counters: tuple[float, ...]
 
 
-def outcome(sample: Failure | None) -> None:
-    """The transform of the receiver, for samples that came without values: dropped, or failed."""
-    if sample is not None:
+def outcome(sample: Failure | Several | None) -> Several | None:
+    """The transform of the receiver, for samples that did not come in columns: several of one, dropped, or failed."""
+    if isinstance(sample, Failure):
         raise sample.error()
+    return sample
 
 
 # --- tables as they travel: large arrays, which the object store hands over without a copy
@@ -338,19 +339,21 @@ class UnitsReader:
         self, out: _Outgoing, index: int, plan: PassPlan, unit: Unit, item: tuple[int, str, Any]
     ) -> None:
         offset, key, sample = item
-        failure = None
+        outcome: Failure | Several | None = None
+        nbytes = _SMALL_BYTES
         if isinstance(key, str):  # else the receiver refuses the key
             try:
                 with self._transforming:
-                    record = self._transformer.record(plan, unit, offset, key, sample)
-                    self.slot["pack_s"] += time.monotonic() - self._transformer.encoding_since_s
+                    made = self._transformer.apply(plan, unit, offset, sample)
+                    if made is not None and not isinstance(made, Several):
+                        out.add_record(index, offset, to_record(made, key))
+                        self.slot["pack_s"] += time.monotonic() - self._transformer.encoding_since_s
+                        return
+                outcome = made  # several samples of one are encoded together, by the receiver
+                nbytes += approximate_bytes(made)
             except BaseException as error:  # noqa: BLE001  transforms raise anything
-                failure = Failure.of(error)
-            else:
-                if record is not None:
-                    out.add_record(index, offset, record)
-                    return
-        out.add(index, SampleChunk((offset,), (key,), (failure,), _SMALL_BYTES), _SMALL_BYTES)
+                outcome = Failure.of(error)
+        out.add(index, SampleChunk((offset,), (key,), (outcome,), nbytes), nbytes)
 
     def _is_alive(self, numbers: range, now_s: float) -> bool:
         """True if no reading thread of `numbers` has been without a sign of life for long."""

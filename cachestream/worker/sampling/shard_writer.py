@@ -19,7 +19,7 @@ from cachestream.worker.order import PassPlan, gaps, is_covered
 from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key
 from cachestream.worker.sampling.packer import FirstSamples, Packer, majority
 from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
-from cachestream.worker.sampling.transformer import Transformer
+from cachestream.worker.sampling.transformer import Transformer, to_records
 from cachestream.worker.sampling.unit_reader import Unit, UnitRead
 
 if TYPE_CHECKING:
@@ -75,20 +75,22 @@ class ShardWriter:
         """The schema that samples have to fit: of the cache, or else of the open shard."""
         return self._publisher.schema or self.open.schema
 
-    def take(self, table: Table) -> None:
-        """Pack `table`, or hold it back while the schema of the cache is undecided."""
-        if self.is_large(nbytes := table.nbytes):
+    def take(self, tables: list[Table]) -> None:
+        """Pack `tables` into one shard, or hold them back while the schema of the cache is undecided."""
+        nbytes = tables[0].nbytes if len(tables) == 1 else sum(table.nbytes for table in tables)
+        if self.is_large(nbytes):
             try:
                 check_size(nbytes, self.limit_bytes())
             except SampleError as error:
-                self.skip("sample", error, decode_key(table.keys[0]))
+                self.skip("sample", error, decode_key(tables[0].keys[0]))
                 return
             self.flush()
             self.begin_shard()
-        if self._first is None:
-            self._pack(table)
-        else:
-            self._first.add(table, time.monotonic())
+        for table in tables:
+            if self._first is None:
+                self._pack(table)
+            else:
+                self._first.add(table, time.monotonic())
 
     def is_large(self, nbytes: int) -> bool:
         """True if a sample needs a shard of its own: an open shard holds up to an eighth of the limit."""
@@ -276,17 +278,27 @@ class SampleEncoder:
             return
         assert writer.plan is not None
         try:
-            record = self._transformer.record(writer.plan, unit_read.unit, offset, key, sample)
+            made = self._transformer.apply(writer.plan, unit_read.unit, offset, sample)
+            records = to_records(made, key)
         except SampleError as error:
             writer.skip("sample", error, key)
         except BaseException as error:  # noqa: BLE001  transforms raise anything; signals raise nothing here
             writer.skip("transform", error, key)
         else:
-            if record is None:
-                self._slot["dropped"] += 1
-                return
-            writer.take(record)
+            if len(records) != 1:
+                self._check_several(records)
+            if records:
+                writer.take(records)
             self._slot["pack_s"] += time.monotonic() - self._transformer.encoding_since_s
+
+    def _check_several(self, records: list[Table]) -> None:
+        """Count a sample that was dropped; raises WorkerError for several where samples are held out."""
+        self._slot["dropped"] += not records
+        if records and self._writer.open.holdout.share is not None:
+            raise WorkerError(
+                "the transform returns several samples, and holdout= holds out single ones, so that parts of one "
+                "sample would be on both sides: hold out files instead, with two caches"
+            )
 
     def _is_wanted(self, unit: Unit, offset: int, key: bytes) -> bool:
         """True if a sample is to be cached: no shard of its split holds it, and there is room for it."""
@@ -328,7 +340,7 @@ class SampleEncoder:
                 stop, part = start + 1, table.cut(start, start + 1)  # rows may be of very different sizes
             wanted = self._wanted_rows(unit_read.unit, chunk.offsets[start:stop], part)
             if len(wanted):
-                writer.take(wanted)
+                writer.take([wanted])
             self._slot["pack_s"] += time.monotonic() - begun_s
             first, last = chunk.offsets[start], chunk.offsets[stop - 1]
             if last - first == stop - start - 1:

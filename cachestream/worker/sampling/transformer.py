@@ -1,10 +1,10 @@
-"""The user's transform, applied to one sample, and the encoding of what it returns."""
+"""The user's transform, applied to one sample, and the encoding of the samples that it returns."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cachestream.config import with_generator
@@ -15,8 +15,27 @@ from cachestream.worker.sampling.encode import Table, to_record
 from cachestream.worker.sampling.unit_reader import Unit, sample_generator
 
 
+class Several(list[Any]):
+    """Several samples that a transform has made of one."""
+
+
+def collected(made: Any) -> Any:
+    """What a transform has returned: `Several` for a list, or for all that a generator yields."""
+    return Several(made) if isinstance(made, list | Iterator) else made
+
+
+def to_records(made: Any, key: str) -> list[Table]:
+    """What a transform has made of the sample `key`, as tables of one row.
+
+    Several samples have the keys `key/0`, `key/1`, …. Raises SampleError for a value that cannot be stored.
+    """
+    if not isinstance(made, Several):
+        return [] if made is None else [to_record(made, key)]
+    return [to_record(one, f"{key}/{number}") for number, one in enumerate(made)]
+
+
 class Transformer:
-    """Transforms and encodes samples; used by one thread at a time.
+    """Transforms samples; used by one thread at a time.
 
     `encoding_since_s`: the time at which the transform of the last sample had returned. `transform_s`: the time
     that transforms have taken.
@@ -27,24 +46,18 @@ class Transformer:
         self._slot, self._pid = slot, os.getpid()
         self.encoding_since_s = self.transform_s = 0.0
 
-    def record(self, plan: PassPlan, unit: Unit, offset: int, key: str, sample: Any) -> Table | None:
-        """Return the sample at `offset` of `unit` as a table of one row; None if the transform drops it.
+    def apply(self, plan: PassPlan, unit: Unit, offset: int, sample: Any) -> Any:
+        """The sample that the transform makes of the one at `offset` of `unit`; the board shows the unit meanwhile.
 
-        Raises what the transform raises, and SampleError for a value that cannot be stored.
+        None for a sample that is dropped, a `Several` for several. Raises what the transform raises.
         """
         if self._transform is None:
             self.encoding_since_s = time.monotonic()
-        else:
-            sample = self._transformed(plan, unit, offset, sample)
-        return None if sample is None else to_record(sample, key)
-
-    def _transformed(self, plan: PassPlan, unit: Unit, offset: int, sample: Any) -> Any:
-        """Apply the user's transform; the board shows the position of the unit meanwhile."""
-        assert self._transform is not None
+            return sample
         slot, begun_s = self._slot, time.monotonic()
         slot["transforming"], slot["beat_s"] = unit.position + 1, begun_s
         try:
-            return self._transform(sample, lambda: sample_generator(plan, unit.number, offset))
+            return collected(self._transform(sample, lambda: sample_generator(plan, unit.number, offset)))
         finally:
             end_if_forked(self._pid)
             slot["transforming"] = 0
