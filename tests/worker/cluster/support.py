@@ -61,6 +61,12 @@ def with_faults(sample: Mapping[str, Any]) -> Any:
     return misbehave(faults.get(int(sample["unit"]) % 100, ""), sample)
 
 
+def in_windows(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """None to four windows of a sample, of different lengths."""
+    for number in range(int(sample["unit"]) % 5):
+        yield {"window": sample["x"][: number + 1], "number": number}
+
+
 def with_killer(sample: Mapping[str, Any]) -> Any:
     return misbehave("os._exit1" if sample["unit"] == 13 else "", sample)
 

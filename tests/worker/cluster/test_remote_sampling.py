@@ -24,6 +24,7 @@ from cachestream.storage.telemetry import Board
 from tests.worker.cluster.support import (
     Sample,
     Tables,
+    in_windows,
     samples_of,
     slow_in_one_process,
     with_faults,
@@ -107,11 +108,12 @@ def actor_pids(cluster: Any) -> list[int]:
         (Named(40, 5), None),
         (Named(40, 5), with_noise),
         (Named(200, 2), with_faults),
+        (Named(40, 5), in_windows),
         (Tables(5, 100), None),
         (Ragged(30, 3), None),
         (Numbers(3, 4, 3_000_000), None),
     ],
-    ids=["numbers", "noise", "faults", "tables", "ragged", "large"],
+    ids=["numbers", "noise", "faults", "windows", "tables", "ragged", "large"],
 )
 def test_the_samples_are_those_of_a_local_worker(
     cache: Cache, locally: Fill, source: Any, transform: Any
