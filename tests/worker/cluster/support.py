@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,3 +59,24 @@ def with_faults(sample: Mapping[str, Any]) -> Any:
     """Some samples are dropped, some fail, in each way once in a hundred units."""
     faults = {10: "raise", 20: "sys.exit", 40: "nonsense", 60: "none", 85: "cancelled"}
     return misbehave(faults.get(int(sample["unit"]) % 100, ""), sample)
+
+
+def with_killer(sample: Mapping[str, Any]) -> Any:
+    return misbehave("os._exit1" if sample["unit"] == 13 else "", sample)
+
+
+def with_hanging(sample: Mapping[str, Any]) -> Any:
+    return misbehave("loop" if sample["unit"] == 7 else "", sample)
+
+
+def slow_in_one_process(sample: Mapping[str, Any], mark: str, pause_s: float, factor: float) -> Any:
+    """Take `pause_s`, and `factor` times as long in the process that came first."""
+    try:
+        with open(mark, "x", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        pass
+    with open(mark, encoding="utf-8") as file:
+        is_slow = file.read() == str(os.getpid())
+    time.sleep(pause_s * (factor if is_slow else 1.0))
+    return sample

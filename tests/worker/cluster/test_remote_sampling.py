@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from tests.worker.cluster.support import Sample, Tables, samples_of, with_faults, with_noise
-from tests.worker.sources import Named, Numbers, Ragged
-from tests.worker.support import DEADLINE_S, failures_of
+from cachestream.errors import ConfigError, WorkerError
+from cachestream.storage.telemetry import Board
+from tests.worker.cluster.support import (
+    Sample,
+    Tables,
+    samples_of,
+    slow_in_one_process,
+    with_faults,
+    with_hanging,
+    with_killer,
+    with_noise,
+)
+from tests.worker.sources import Mute, Named, Numbers, Ragged
+from tests.worker.support import (
+    DEADLINE_S,
+    ROOT,
+    Processes,
+    failures_of,
+    in_use,
+    only_once,
+    sampling_pids,
+    wait_until,
+)
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
@@ -41,19 +69,36 @@ def fill(cache: Cache, source: Any, **options: Any) -> None:
         assert worker.wait(DEADLINE_S)
 
 
-Fill = Callable[..., dict[str, Sample]]
+Fill = Callable[..., tuple[dict[str, Sample], list[tuple[str, str, int]]]]
+
+
+def failures(cache: Cache) -> list[tuple[str, str, int]]:
+    return sorted((row.kind, row.reason, row.count) for row in cache.status().failures)
 
 
 @pytest.fixture
 def locally(tmp_path: Path) -> Fill:
     """The samples and failures that a local worker caches."""
 
-    def fill_locally(source: Any, **options: Any) -> tuple[dict[str, Sample], dict[str, int]]:
+    def fill_locally(source: Any, **options: Any) -> tuple[dict[str, Sample], list[tuple[str, str, int]]]:
         with closing(Cache(tmp_path / "local", size_limit="50MB", min_free=0)) as cache:
             fill(cache, source, num_workers=1, **options)
-            return samples_of(cache), failures_of(cache)
+            return samples_of(cache), failures(cache)
 
     return fill_locally
+
+
+def actor_pids(cluster: Any) -> list[int]:
+    """The processes of actors on the nodes of the cluster."""
+    found = []
+    for node in cluster.list_all_nodes():
+        (raylet,) = node.all_processes["raylet"]
+        children = Path(f"/proc/{raylet.process.pid}/task/{raylet.process.pid}/children").read_text()
+        for pid in map(int, children.split()):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ReadActor"):
+                    found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -73,5 +118,143 @@ def test_the_samples_are_those_of_a_local_worker(
 ) -> None:
     fill(cache, source, num_workers=2, transform=transform, seed=7, **OPTIONS)
     expected = locally(source, transform=transform, seed=7)
-    assert (samples_of(cache), failures_of(cache)) == expected
+    assert (samples_of(cache), failures(cache)) == expected
     assert expected[0]
+
+
+def test_files_are_read_by_actors_and_counted(cache: Cache, locally: Fill, tmp_path: Path) -> None:
+    for number in range(50):
+        np.save(tmp_path / f"{number}.npy", np.full((number % 3 + 1, 100), number))
+    source = cs.open_source(tmp_path / "*.npy")
+    fill(cache, source, num_workers=2, **OPTIONS)
+    counted = Board(cache.directory.worker_file("board")).totals()
+    expected, _ = locally(source)
+    assert samples_of(cache) == expected
+    assert len(expected) == 50
+    assert counted.units == 50
+    assert counted.fetched_bytes >= sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
+
+
+def test_an_actor_that_is_killed_loses_nothing(cache: Cache, cluster: Any) -> None:
+    source = Named(60, 3, pause_s=0.05)
+    with cs.start_worker(cache, source, num_workers=2, **OPTIONS) as worker:
+        cache.wait(10, timeout_s=DEADLINE_S)
+        for _ in range(2):
+            os.kill(actor_pids(cluster)[0], signal.SIGKILL)
+            time.sleep(0.3)
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    assert not cache.status().failures
+
+
+def test_a_unit_that_ends_its_process_is_left_out_and_the_rest_arrives(cache: Cache) -> None:
+    source = Named(40, 2)
+    fill(cache, source, num_workers=2, transform=with_killer, **OPTIONS)
+    assert only_once(cache) == source.keys() - {"13/0", "13/1"}
+    assert failures_of(cache) == {"quarantined": 1}
+
+
+def test_the_sampling_process_is_killed(cache: Cache, cluster: Any) -> None:
+    source = Named(80, 3, pause_s=0.03)
+    with cs.start_worker(cache, source, num_workers=2, shard_size="20KB", **OPTIONS) as worker:
+        cache.wait(30, timeout_s=DEADLINE_S)
+        (pid,) = sampling_pids(cache)
+        os.kill(pid, signal.SIGKILL)
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    wait_until(lambda: not actor_pids(cluster), "no actor is left")
+
+
+def test_a_slow_actor_does_not_hold_up_the_others(cache: Cache, tmp_path: Path) -> None:
+    """One of four processes takes 20 times as long for each sample, and others do its work at the end."""
+    slow = functools.partial(slow_in_one_process, mark=str(tmp_path / "slow"), pause_s=0.05, factor=20)
+    source = Named(240, 1)
+    with cs.start_worker(cache, source, num_workers=4, transform=slow, **OPTIONS) as worker:
+        cache.wait(1, timeout_s=DEADLINE_S)
+        begun_s = time.monotonic()
+        assert worker.wait(DEADLINE_S)
+        took_s = time.monotonic() - begun_s
+    assert only_once(cache) == source.keys()
+    assert took_s < 240 * 0.05 / 3 + 8.0  # 60 s if the slow one did a quarter
+
+
+def test_a_hanging_unit_is_left_out(cache: Cache) -> None:
+    source = Named(20, 1)
+    fill(cache, source, num_workers=2, transform=with_hanging, hang_timeout_s=1.0, **OPTIONS)
+    assert only_once(cache) == source.keys() - {"7/0"}
+    assert failures_of(cache) == {"quarantined": 1}
+
+
+def test_a_unit_whose_remote_does_not_answer_is_put_aside(cache: Cache, tmp_path: Path) -> None:
+    (switch := tmp_path / "switch").write_text("3 4")
+    source = Mute(20, 2, switch=str(switch))
+    with cs.start_worker(cache, source, num_workers=2, hang_timeout_s=3.0, **OPTIONS) as worker:
+        cache.wait(36, timeout_s=DEADLINE_S)
+        wait_until(lambda: "503" in str(worker.status()), "the status tells of the stall")
+        switch.write_text("")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+
+
+def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Processes) -> None:
+    source = Named(400, 2, nbytes=20_000)
+    with closing(Cache(tmp_path / "cache", size_limit="4MB", min_free=0)) as cache, in_use(cache):
+        with cs.start_worker(cache, source, num_workers=2, **OPTIONS) as worker:
+            until_s = time.monotonic() + DEADLINE_S
+            while cache.status().evicted_samples < 300 and time.monotonic() < until_s:
+                used = sum(path.stat().st_blocks for path in (tmp_path / "cache").rglob("*") if path.exists())
+                assert used * 512 <= 4_000_000
+            worker.stop(DEADLINE_S)
+        assert cache.status().evicted_samples >= 300
+
+
+def test_a_stop_leaves_no_actors(cache: Cache, cluster: Any) -> None:
+    with cs.start_worker(cache, Named(10_000, 1, pause_s=0.01), num_workers=3, **OPTIONS) as worker:
+        cache.wait(5, timeout_s=DEADLINE_S)
+        assert len(actor_pids(cluster)) == 3
+        worker.stop(DEADLINE_S)
+    wait_until(lambda: not actor_pids(cluster), "no actor is left")
+    only_once(cache)
+
+
+def test_the_command_line_takes_the_engine(tmp_path: Path, processes: Processes) -> None:
+    for number in range(5):
+        np.save(tmp_path / f"{number}.npy", np.full(10, number))
+    folder = tmp_path / "cache"
+    arguments = ["worker", str(tmp_path / "*.npy"), str(folder), "--size-limit", "50MB", "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cachestream", *arguments, "--engine", "ray", "--ray-option", "num_cpus=0.1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with closing(Cache(folder)) as cache:
+        assert cache.num_samples == 5
+
+
+def test_a_payload_that_actors_cannot_load_ends_the_worker(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text(
+        "import os\nassert os.environ['ONLY_HERE']\ndef transform(sample): return sample\n"
+    )
+    monkeypatch.setenv("ONLY_HERE", "1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    transform = importlib.import_module("only_here").transform
+    with pytest.raises(WorkerError, match=r"actor.*KeyError.*ONLY_HERE"):
+        fill(cache, Named(5), num_workers=1, transform=transform, **OPTIONS)
+
+
+def test_without_a_cluster_the_error_says_so(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(WorkerError, match="no Ray cluster answers"):
+        fill(cache, Named(5), num_workers=1, **OPTIONS)
+
+
+def test_without_ray_the_engine_is_refused(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"cachestream\[ray\]"):
+        cs.start_worker(cache, Named(5), **OPTIONS)
