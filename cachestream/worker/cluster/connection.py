@@ -6,6 +6,8 @@ Ray is imported by the functions that need it: without these options a process n
 from __future__ import annotations
 
 import importlib
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +17,7 @@ from cachestream.errors import ConfigError, SourceUnavailableError
 NAMESPACE: Final = "cachestream"
 ENGINES: Final = ("local", "ray")
 MOST_ACTORS: Final = 4096
+_CONNECT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ def connect(address: str) -> Any:
     """
     ray = import_ray()
     try:
+        _check_port(address)
         ray.init(
             address=address,
             namespace=NAMESPACE,
@@ -65,9 +69,18 @@ def connect(address: str) -> Any:
             log_to_driver=False,
             logging_level="ERROR",
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise SourceUnavailableError(
             f"no Ray cluster answers at {address!r} ({error}); start one with 'ray start --head', or call "
             "ray.init() before start_worker"
         ) from error
     return ray
+
+
+def _check_port(address: str) -> None:
+    """Raise OSError if nothing listens at `address`: Ray itself would wait for minutes, and end the process."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()

@@ -238,16 +238,16 @@ class UnitsReader:
         self._sent = (0.0,) * len(COUNTERS)
 
     def read(self, plan: PassPlan, tasks: Sequence[UnitTask]) -> Iterator[ReadResult]:
-        """Read the units of `tasks`; yields at least once in _BEAT_S while the reads show life."""
+        """Read the units of `tasks`; yields now and then while the reads show life."""
         self._reader.plan = plan
         unit_reads = [task.unit_read(time.monotonic()) for task in tasks]
         indices = {unit_read.unit.position: index for index, unit_read in enumerate(unit_reads)}
         out, begun_s = _Outgoing(), time.monotonic()
-        due_s = begun_s + _FIRST_RESULT_S
+        due_s, beat_s = begun_s + _FIRST_RESULT_S, min(_BEAT_S, self._job.hang_timeout_s / 8)
         with self._fetcher(len(tasks)) as (fetcher, numbers):
             fetcher.submit(unit_reads)
             while len(fetcher):
-                delivery = fetcher.next(max(0.0, due_s - time.monotonic()) if out.nbytes else _BEAT_S)
+                delivery = fetcher.next(max(0.0, due_s - time.monotonic()) if out.nbytes else beat_s)
                 steps: Iterator[None] = iter((None,))
                 if delivery is not None:
                     index = indices[delivery.unit_read.unit.position]

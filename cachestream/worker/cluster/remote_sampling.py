@@ -115,6 +115,7 @@ class Dispatcher:
     def __init__(self, ray: Any, job: Job, options: ClusterOptions, fetcher: RemoteFetcher) -> None:
         self._ray, self._options, self._fetcher = ray, options, fetcher
         self._hang_s = job.hang_timeout_s
+        self._address = ray.get_runtime_context().gcs_address
         self._class = ray.remote(ReadActor).options(
             **{"num_cpus": 1, "max_restarts": -1, **options.actor_options, "max_concurrency": CALLS}
         )
@@ -184,7 +185,7 @@ class Dispatcher:
             options = {"num_cpus": 1, **self._options.actor_options}
             self._fetcher.absence = Stall(
                 self._began_s,
-                f"no actor runs yet: the Ray cluster at {self._options.address} has no room for {options}",
+                f"no actor runs yet: the Ray cluster at {self._address} has no room for {options}",
             )
 
     def _on_ping(self, actor: _Actor) -> None:
@@ -256,7 +257,12 @@ class Dispatcher:
         limit_s = max(BACKUP_S, BACKUP_FACTOR * statistics.median(self._unit_s))
         for call in self._calls():
             left = [unit_read for unit_read in call.left if len(self._reading[unit_read]) == 1]
-            if not left or now_s - call.unit_since_s < limit_s or not self._fetcher.is_next(left[0]):
+            if (
+                call.alone
+                or not left
+                or now_s - call.unit_since_s < limit_s
+                or not self._fetcher.is_next(left[0])
+            ):
                 continue
             others = [
                 actor
