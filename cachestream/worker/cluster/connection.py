@@ -61,7 +61,7 @@ def connect(address: str) -> Any:
     """
     ray = import_ray()
     try:
-        _check_port(address)
+        check_port(address)
         ray.init(
             address=address,
             namespace=NAMESPACE,
@@ -77,8 +77,11 @@ def connect(address: str) -> Any:
     return ray
 
 
-def _check_port(address: str) -> None:
-    """Raise OSError if nothing listens at `address`: Ray itself would wait for minutes, and end the process."""
+def check_port(address: str) -> None:
+    """Raise OSError if nothing listens at the `address` of a cluster.
+
+    Ray itself would wait for minutes, and then end the process.
+    """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")

@@ -31,7 +31,7 @@ from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling.encode import Column, SampleChunk, Table
-from cachestream.worker.sampling.fetcher import Delivery, Fetcher
+from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.sampling.reading import BUFFER_BYTES
 from cachestream.worker.sampling.transformer import Transformer
 from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitReader
@@ -212,6 +212,24 @@ class _PauseError(Exception):
         self.pause_s = pause_s
 
 
+class _Fetchers:
+    """The fetchers of the calls that run, which one ReadTuner tunes; the lock of their UnitsReader is held."""
+
+    def __init__(self) -> None:
+        self.running: list[Fetcher] = []
+        self.threads = 1
+
+    @property
+    def reading(self) -> int:
+        return sum(fetcher.reading for fetcher in self.running)
+
+    def use(self, threads: int) -> None:
+        """Let each call begin to read as many units, as the calls alternate."""
+        self.threads = threads
+        for fetcher in self.running:
+            fetcher.use(threads)
+
+
 class UnitsReader:
     """What the calls of an actor share: the source, the transform, and a slot with counters."""
 
@@ -236,6 +254,8 @@ class UnitsReader:
         self._lock = threading.Lock()
         self._first_numbers = [lane * (FLIGHTS // CALLS) for lane in range(CALLS)]
         self._sent = (0.0,) * len(COUNTERS)
+        self._fetchers = _Fetchers()
+        self._tuner = ReadTuner(self._fetchers, self.slot, job)
 
     def read(self, plan: PassPlan, tasks: Sequence[UnitTask]) -> Iterator[ReadResult]:
         """Read the units of `tasks`; yields now and then while the reads show life."""
@@ -247,7 +267,7 @@ class UnitsReader:
         with self._fetcher(len(tasks)) as (fetcher, numbers):
             fetcher.submit(unit_reads)
             while len(fetcher):
-                delivery = fetcher.next(max(0.0, due_s - time.monotonic()) if out.nbytes else beat_s)
+                delivery = self._next(fetcher, max(0.0, due_s - time.monotonic()) if out.nbytes else beat_s)
                 steps: Iterator[None] = iter((None,))
                 if delivery is not None:
                     index = indices[delivery.unit_read.unit.position]
@@ -260,6 +280,18 @@ class UnitsReader:
                         begun_s = time.monotonic()
                         due_s = begun_s + RESULT_S
         yield ReadResult(out.take(), time.monotonic() - begun_s, self._differences())
+
+    def _next(self, fetcher: Fetcher, timeout_s: float) -> Delivery | None:
+        """The next delivery of `fetcher`; tunes the number of reads by how long that takes."""
+        begun_s = time.monotonic()
+        delivery = fetcher.next(timeout_s)
+        with self._lock:
+            if self._fetchers.running[0] is fetcher:  # what the others wait for is not needed yet
+                self.slot["fetch_wait_s"] += time.monotonic() - begun_s
+            if delivery is not None and delivery.finished:
+                self._tuner.unit_came()
+            self._tuner.tick(self._reader.meter.take_throttled)
+        return delivery
 
     @contextmanager
     def _fetcher(self, units: int) -> Iterator[tuple[Fetcher, range]]:
@@ -276,11 +308,15 @@ class UnitsReader:
                 yield item
 
         fetcher = Fetcher(read, threads, BUFFER_BYTES, lambda number: self._reader.meter.beat(first + number))
+        with self._lock:
+            self._fetchers.running.append(fetcher)
+            fetcher.use(self._fetchers.threads)
         try:
             yield fetcher, numbers
         finally:
             fetcher.stop()
             with self._lock:
+                self._fetchers.running.remove(fetcher)
                 self._first_numbers.append(first)
 
     def _add(self, out: _Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:

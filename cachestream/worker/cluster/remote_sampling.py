@@ -27,7 +27,7 @@ from cachestream.schema import Schema
 from cachestream.storage.cache import Cache
 from cachestream.storage.telemetry import Slot, board_text
 from cachestream.transport import object_limit
-from cachestream.worker.cluster.connection import ClusterOptions, connect
+from cachestream.worker.cluster.connection import ClusterOptions, check_port, connect
 from cachestream.worker.cluster.read_actor import (
     CALLS,
     COUNTERS,
@@ -70,6 +70,7 @@ _IDLE_S: Final = 0.1
 _GET_S: Final = 10.0
 _AGAIN_S: Final = 0.5
 _ABSENT_S: Final = 5.0
+_RECONNECT_S: Final = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +123,7 @@ class Dispatcher:
         self._job_ref = ray.put(_for_travel(job))
         self._actors = [_Actor(self._create()) for _ in range(options.num_actors)]
         self._failed_starts = 0
-        self._began_s = time.monotonic()
+        self._absent_s, self._check_at_s, self._was_ready = time.monotonic(), 0.0, False
         self._reading: dict[UnitRead, list[_Call]] = {}
         self._suspects: deque[UnitRead] = deque()  # units to be read alone
         self._deaths: Counter[UnitRead] = Counter()
@@ -148,11 +149,9 @@ class Dispatcher:
                 self._receive(now_s)
         except BaseException as error:  # noqa: BLE001  raised again in the main thread
             self._fetcher.fail(error)
-
-    def close(self) -> None:
-        """Kill the actors."""
-        for actor in self._actors:
-            self._ray.kill(actor.handle)
+        finally:
+            for actor in self._actors:
+                self._ray.kill(actor.handle)
 
     def take_counters(self) -> list[float]:
         """The growth of COUNTERS since the last call."""
@@ -180,13 +179,26 @@ class Dispatcher:
                     installed_version(), self._job_ref, self._options.num_actors
                 )
         if any(actor.ready for actor in self._actors):
-            self._began_s, self._fetcher.absence = now_s, None
-        elif now_s - self._began_s > _ABSENT_S:
-            options = {"num_cpus": 1, **self._options.actor_options}
-            self._fetcher.absence = Stall(
-                self._began_s,
-                f"no actor runs yet: the Ray cluster at {self._address} has no room for {options}",
-            )
+            self._absent_s, self._fetcher.absence, self._was_ready = now_s, None, True
+        elif now_s - self._absent_s > _ABSENT_S and now_s >= self._check_at_s:
+            self._check_at_s = now_s + _ABSENT_S
+            self._check_cluster(now_s)
+
+    def _check_cluster(self, now_s: float) -> None:
+        """Tell that no actor is ready; raises SourceUnavailableError if the cluster is gone."""
+        try:
+            check_port(self._address)
+        except OSError as error:
+            raise SourceUnavailableError(
+                f"the Ray cluster at {self._address} does not answer: {error}"
+            ) from error
+        if (
+            self._was_ready and now_s - self._absent_s > _RECONNECT_S
+        ):  # a new cluster may have the same address
+            raise SourceUnavailableError(f"the Ray cluster at {self._address} has lost all actors")
+        options = {"num_cpus": 1, **self._options.actor_options}
+        reason = f"no actor runs yet: the Ray cluster at {self._address} has no room for {options}"
+        self._fetcher.absence = Stall(self._absent_s, reason)
 
     def _on_ping(self, actor: _Actor) -> None:
         """Take the answer of an actor that was asked whether it is ready."""
@@ -478,10 +490,9 @@ class RemoteReading:
         pass
 
     def stop(self) -> None:
-        """End the reading, and the actors with it."""
+        """End the reading, and the actors with it: those that are left end with this process."""
         self.fetcher.stop()
         self._thread.join(_STOP_S)
-        self._dispatcher.close()
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 from cachestream.storage.telemetry import FLIGHTS, Slot
 from cachestream.worker.job import Job
@@ -334,10 +334,18 @@ class Fetcher:
             return True
 
 
+class Tunable(Protocol):
+    """The part of a Fetcher that a ReadTuner needs."""
+
+    @property
+    def reading(self) -> int: ...
+    def use(self, threads: int) -> None: ...
+
+
 class ReadTuner:
     """Sets the number of units that `fetcher` reads at once, turn by turn, by what the last turn brought."""
 
-    def __init__(self, fetcher: Fetcher, slot: Slot, job: Job) -> None:
+    def __init__(self, fetcher: Tunable, slot: Slot, job: Job) -> None:
         self._fetcher, self._slot = fetcher, slot
         self._most = job.concurrency
         self._is_limited = job.bandwidth_bytes_per_s is not None
