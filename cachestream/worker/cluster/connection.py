@@ -60,6 +60,8 @@ def connect(address: str) -> Any:
     Raises SourceUnavailableError if no cluster answers.
     """
     ray = import_ray()
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         check_port(address)
         ray.init(
@@ -82,8 +84,6 @@ def check_port(address: str) -> None:
 
     Ray itself would wait for minutes, and then end the process.
     """
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()

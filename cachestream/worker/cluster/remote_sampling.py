@@ -422,7 +422,8 @@ class Dispatcher:
             return
         self._set_up_again(actor)
         for unit_read in again:
-            self._deaths[unit_read] += call.alone
+            # A hang is not from outside, as a kill may be.
+            self._deaths[unit_read] += (2 if call.was_killed else 1) if call.alone else 0
             if self._deaths[unit_read] >= MOST_DEATHS:
                 del self._deaths[unit_read]
                 error = QuarantinedError(f"reading it ended its actor, again and again: {reason}")

@@ -152,10 +152,11 @@ def test_a_unit_that_ends_its_process_is_left_out_and_the_rest_arrives(cache: Ca
     assert failures_of(cache) == {"quarantined": 1}
 
 
-def test_the_sampling_process_is_killed(cache: Cache, cluster: Any) -> None:
-    source = Named(80, 3, pause_s=0.03)
-    with cs.start_worker(cache, source, num_workers=2, shard_size="20KB", **OPTIONS) as worker:
-        cache.wait(30, timeout_s=DEADLINE_S)
+def test_the_sampling_process_is_killed(cache: Cache, cluster: Any, tmp_path: Path) -> None:
+    source = Named(80, 3)
+    slow = functools.partial(slow_in_one_process, mark=str(tmp_path / "slow"), pause_s=0.05, factor=1)
+    with cs.start_worker(cache, source, num_workers=2, transform=slow, **OPTIONS) as worker:
+        cache.wait(1, timeout_s=DEADLINE_S)
         (pid,) = sampling_pids(cache)
         os.kill(pid, signal.SIGKILL)
         assert worker.wait(DEADLINE_S)
@@ -245,6 +246,33 @@ def test_a_payload_that_actors_cannot_load_ends_the_worker(
     transform = importlib.import_module("only_here").transform
     with pytest.raises(WorkerError, match=r"actor.*KeyError.*ONLY_HERE"):
         fill(cache, Named(5), num_workers=1, transform=transform, **OPTIONS)
+
+
+def test_a_cluster_whose_head_is_replaced_is_used_again(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Named(300, 1)
+    options: dict[str, Any] = {
+        "initialize_head": True,
+        "head_node_args": {"num_cpus": 1, "object_store_memory": STORE_BYTES},
+    }
+    slow = functools.partial(slow_in_one_process, mark=str(tmp_path / "slow"), pause_s=0.05, factor=1)
+    first = cluster_utils.Cluster(**options)
+    address = first.address
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with cs.start_worker(cache, source, num_workers=2, transform=slow, **OPTIONS) as worker:
+        cache.wait(1, timeout_s=DEADLINE_S)
+        first.shutdown()
+        board = Board(cache.directory.worker_file("board"))
+        wait_until(lambda: "no Ray cluster answers" in board.silence(), "the board tells of it")
+        options["head_node_args"]["gcs_server_port"] = int(address.rpartition(":")[2])
+        second = cluster_utils.Cluster(**options)
+        try:
+            assert worker.wait(DEADLINE_S)
+        finally:
+            second.shutdown()
+    assert only_once(cache) == source.keys()
+    assert not cache.status().failures
 
 
 def test_without_a_cluster_the_error_says_so(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
