@@ -52,7 +52,7 @@ from cachestream.worker.sampling.unit_reader import Stall, UnitRead
 LANES: Final = CALLS - 1  # calls of an actor besides a backup: one group is read while another is transformed
 GROUP_S: Final = 0.5
 GROUP_BYTES: Final = 8 << 20
-MOST_UNITS: Final = 64  # of a group
+MOST_UNITS: Final = 256  # of a group
 BACKUP_S: Final = 2.0
 BACKUP_FACTOR: Final = 4.0  # of the median time of a unit
 MOST_DEATHS: Final = 3  # of actors that read the same unit alone
@@ -126,7 +126,7 @@ class Dispatcher:
         self._absent_s, self._check_at_s, self._was_ready = time.monotonic(), 0.0, False
         self._reading: dict[UnitRead, list[_Call]] = {}
         self._suspects: deque[UnitRead] = deque()  # units to be read alone
-        self._deaths: Counter[UnitRead] = Counter()
+        self._deaths: Counter[UnitRead] = Counter()  # of actors that read them alone; 0 after others
         self._unit_s: deque[float] = deque(maxlen=_RECENT)
         self._unit_bytes = float(_UNIT_BYTES)
         self._schemas: dict[Schema, Schema] = {}
@@ -268,13 +268,9 @@ class Dispatcher:
             return
         limit_s = max(BACKUP_S, BACKUP_FACTOR * statistics.median(self._unit_s))
         for call in self._calls():
-            left = [unit_read for unit_read in call.left if len(self._reading[unit_read]) == 1]
-            if (
-                call.alone
-                or not left
-                or now_s - call.unit_since_s < limit_s
-                or not self._fetcher.is_next(left[0])
-            ):
+            left = [u for u in call.left if len(self._reading[u]) == 1 and u not in self._deaths]
+            is_due = now_s - call.unit_since_s >= limit_s
+            if not left or not is_due or not self._fetcher.is_next(left[0]):
                 continue
             others = [
                 actor
@@ -417,6 +413,8 @@ class Dispatcher:
         again = [unit_read for unit_read in left if not self._forget(unit_read, call)]
         for unit_read in call.units:
             self._forget(unit_read, call)
+        if is_death:
+            self._deaths.update(dict.fromkeys(left, 0))  # they get no backup, which might only die as well
         if not is_death:
             self._fetcher.give_back(again)
             return

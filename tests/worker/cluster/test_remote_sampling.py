@@ -211,7 +211,7 @@ def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Pr
 def test_a_stop_leaves_no_actors(cache: Cache, cluster: Any) -> None:
     with cs.start_worker(cache, Named(10_000, 1, pause_s=0.01), num_workers=3, **OPTIONS) as worker:
         cache.wait(5, timeout_s=DEADLINE_S)
-        assert len(actor_pids(cluster)) == 3
+        wait_until(lambda: len(actor_pids(cluster)) == 3, "all actors run")
         worker.stop(DEADLINE_S)
     wait_until(lambda: not actor_pids(cluster), "no actor is left")
     only_once(cache)
