@@ -6,7 +6,6 @@ Ray is imported by the functions that need it: without these options a process n
 from __future__ import annotations
 
 import importlib
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,9 +60,10 @@ def connect(address: str) -> Any:
     Raises SourceUnavailableError if no cluster answers.
     """
     ray = import_ray()
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "auto")
     try:
+        if address == "auto":
+            services = importlib.import_module("ray._private.services")
+            address = services.canonicalize_bootstrap_address(address) or address
         check_port(address)
         ray.init(
             address=address,

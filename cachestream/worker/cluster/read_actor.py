@@ -31,8 +31,8 @@ from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling.encode import Column, SampleChunk, Table, approximate_bytes, to_record
+from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
-from cachestream.worker.sampling.reading import BUFFER_BYTES
 from cachestream.worker.sampling.transformer import Several, Transformer
 from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitReader
 
@@ -132,14 +132,14 @@ def outcome(sample: Failure | Several | None) -> Several | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _RaggedColumn:
     """The values of a field one after the other, and the length of each."""
 
     data: npt.NDArray[np.uint8]
     lengths: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> _Values:
+    def of(cls, values: Sequence[Any]) -> _RaggedColumn:
         data = np.frombuffer(b"".join(values) or bytearray(), np.uint8)
         return cls(data, np.fromiter(map(len, values), np.int64, len(values)))
 
@@ -152,20 +152,20 @@ def merged(tables: list[Table]) -> Table:
     """Merge tables of one sample each and of one schema, in the form in which they travel."""
     schema, columns = tables[0].schema, []
     for index, field_ in enumerate(schema.fields):
-        values = _Values.of([table.columns[index][0] for table in tables])
+        values = _RaggedColumn.of([table.columns[index][0] for table in tables])
         columns.append(values if field_.shape is None else values.data.reshape(len(tables), -1))
     return Table(schema, [table.keys[0] for table in tables], tuple(columns))  # type: ignore[arg-type]
 
 
 def for_travel(table: Table) -> Table:
     """The form in which `table` travels."""
-    columns = [one if isinstance(one, np.ndarray) else _Values.of(one) for one in table.columns]
+    columns = [one if isinstance(one, np.ndarray) else _RaggedColumn.of(one) for one in table.columns]
     return Table(table.schema, list(table.keys), tuple(columns))  # type: ignore[arg-type]
 
 
 def arrived(table: Table, schema: Schema) -> Table:
     """The table that has travelled; `schema` is equal to its own."""
-    columns = [one.column() if isinstance(one, _Values) else one for one in table.columns]
+    columns = [one.column() if isinstance(one, _RaggedColumn) else one for one in table.columns]
     return Table(schema, table.keys, tuple(columns))
 
 
@@ -232,7 +232,7 @@ class _Fetchers:
 
 
 class UnitsReader:
-    """What the calls of an actor share: the source, the transform, and a slot with counters."""
+    """The source, the transform and the counters that all calls of an actor share."""
 
     def __init__(self, job: Job, actors: int) -> None:
         limit = job.bandwidth_bytes_per_s

@@ -45,7 +45,7 @@ from cachestream.worker.job import Job, Payload
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling import sampler
 from cachestream.worker.sampling.encode import SampleChunk, Table
-from cachestream.worker.sampling.reading import BUFFER_BYTES
+from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.shard_writer import QuarantinedError
 from cachestream.worker.sampling.unit_reader import Stall, UnitRead
 
@@ -443,7 +443,7 @@ def _for_travel(job: Job) -> Job:
     return replace(job, payload=replace(job.payload, buffers=buffers), sampler=None)
 
 
-class RemoteReading:
+class RayEngine:
     """Reads units by the actors of a cluster."""
 
     transform = staticmethod(outcome)
@@ -496,4 +496,4 @@ class RemoteReading:
 
 def main() -> None:
     """The main of the process: its job comes through stdin, whose end means stop."""
-    sampler.main(RemoteReading, later=(SourceUnavailableError,))
+    sampler.main(RayEngine, later=(SourceUnavailableError,))

@@ -36,9 +36,9 @@ from cachestream.worker.passes import NothingFreeError, next_claim
 from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 from cachestream.worker.sampling.cached_units import KnownOrders
 from cachestream.worker.sampling.encode import SampleChunk
+from cachestream.worker.sampling.engine import Engine, LocalEngine
 from cachestream.worker.sampling.fetcher import Delivery
 from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
-from cachestream.worker.sampling.reading import LocalReading, Reading
 from cachestream.worker.sampling.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
 from cachestream.worker.sampling.unit_reader import Unit, UnitRead
 
@@ -61,7 +61,7 @@ class Sampler:
         payload: Payload,
         cache: Cache,
         slot: Slot,
-        reading: Reading,
+        engine: Engine,
         *,
         owner: str,
         stop: threading.Event,
@@ -71,8 +71,8 @@ class Sampler:
         self._orders = KnownOrders(payload, cache, is_shared=self._is_shared)
         self._owner = Owner(cache.directory, owner)
         self._writer = ShardWriter(job, cache, slot, owner=owner, stop=stop)
-        self._encoder = SampleEncoder(self._writer, reading.transform, slot, stop)
-        self._reading, self._fetcher = reading, reading.fetcher
+        self._encoder = SampleEncoder(self._writer, engine.transform, slot, stop)
+        self._engine, self._fetcher = engine, engine.fetcher
         self._assignment: Assignment | None = None
         self._todo: deque[UnitRead] = deque()
         self._listing = stored_names(payload.source)
@@ -97,7 +97,7 @@ class Sampler:
                 self._step()
             self._writer.publish_all()
         finally:
-            self._reading.stop()
+            self._engine.stop()
         self._owner.release()
 
     def _step(self) -> None:
@@ -109,7 +109,7 @@ class Sampler:
         if delivery is not None:
             self._deliver(delivery)
             self._arrived_s = time.monotonic()
-        self._reading.tick()
+        self._engine.tick()
         self._put_aside_stalled()
         self._writer.flush_if_due()
 
@@ -152,7 +152,7 @@ class Sampler:
     # --- intake
 
     def _refill(self) -> None:
-        while self._read_alone is None and len(self._fetcher) < self._reading.window:
+        while self._read_alone is None and len(self._fetcher) < self._engine.window:
             if not self._todo and time.monotonic() >= self._claim_at_s:
                 self._claim()
             if not self._todo or not self._submit():
@@ -167,7 +167,7 @@ class Sampler:
                 self._owner.name,
                 self._job.num_workers,
                 self._listing,
-                self._reading.most_claimed,
+                self._engine.most_claimed,
             )
         except (NothingFreeError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
             if self._is_shared and not len(self._fetcher):
@@ -187,7 +187,7 @@ class Sampler:
         if self._listing is not None:
             self._load_names(plan)
         self._writer.plan = plan
-        self._reading.use_plan(plan)
+        self._engine.use_plan(plan)
         self._slot["pass_id"] = assignment.row.id
         claim = assignment.claim
         positions = np.arange(claim.position, claim.stop, dtype=np.int64)
@@ -257,7 +257,7 @@ class Sampler:
             self._hold_back(unit_read)
             return
         if not unit_read.unit.is_cached:
-            self._reading.unit_came()
+            self._engine.unit_came()
             self._skip_refused()
         self._finish_now(unit_read)
 
@@ -304,11 +304,11 @@ def _is_refusal(error: BaseException | None) -> bool:
     return isinstance(error, SourceError) and not isinstance(error, SampleError)
 
 
-# Makes the reading of a job: of its payload into a cache, counted in a slot, until the stop.
-MakeReading = Callable[[Job, Payload, Cache, Slot, threading.Event], Reading]
+# Makes the engine of a job, which counts in the slot and ends at the stop.
+MakeEngine = Callable[[Job, Payload, Cache, Slot, threading.Event], Engine]
 
 
-def main(make_reading: MakeReading = LocalReading, later: tuple[type[Exception], ...] = ()) -> None:
+def main(make_engine: MakeEngine = LocalEngine, later: tuple[type[Exception], ...] = ()) -> None:
     """The main of the process: its job comes through stdin, whose end means stop.
 
     After an error of the classes `later` another process goes on in a moment.
@@ -331,8 +331,8 @@ def main(make_reading: MakeReading = LocalReading, later: tuple[type[Exception],
         gc.collect()
         gc.freeze()  # objects loaded by now stay: the garbage collector need not scan them
         try:
-            reading = make_reading(job, payload, cache, slot, stop)
-            Sampler(job, payload, cache, slot, reading, owner=owner, stop=stop).run()
+            engine = make_engine(job, payload, cache, slot, stop)
+            Sampler(job, payload, cache, slot, engine, owner=owner, stop=stop).run()
         except CatalogueDamagedError:
             cache.rebuild()
             raise

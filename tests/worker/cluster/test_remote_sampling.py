@@ -250,6 +250,7 @@ def test_a_payload_that_actors_cannot_load_ends_the_worker(
         fill(cache, Named(5), num_workers=1, transform=transform, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_head_is_replaced_is_used_again(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

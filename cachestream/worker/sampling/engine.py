@@ -1,4 +1,4 @@
-"""The reading of units for a sampling process: the interface, and the reading in threads of the process."""
+"""The engine of a sampling process, which reads units: its interface, and the one that reads in local threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UnitFetcher(Protocol):
     def next(self, timeout_s: float) -> Delivery | None: ...
 
 
-class Reading(Protocol):
+class Engine(Protocol):
     """The part of a sampling process that reads units: in its own threads, or elsewhere.
 
     `transform` is applied to the samples that are delivered. `window`: the number of units submitted ahead.
@@ -61,7 +61,7 @@ class Reading(Protocol):
         """End the reading; what has not been delivered is dropped."""
 
 
-class LocalReading:
+class LocalEngine:
     """Reads units in threads of this process, as many at once as pays."""
 
     def __init__(self, job: Job, payload: Payload, cache: Cache, slot: Slot, stop: threading.Event) -> None:
