@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+import numpy as np
+
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span
 from cachestream.storage.locks import is_held
 from cachestream.storage.progress import Claim, PassRow, Suspect
@@ -381,6 +383,29 @@ def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | No
                 part = tables.insert_claim(pass_id, part_start, part_stop, part_owner)
                 if part_start == claim.position and claim.offset:
                     tables.move_claim(part.id, part_start, claim.offset)
+
+
+def is_open(tables: Tables, pass_id: int, spans: Sequence[Span], *, is_shared: bool) -> bool:
+    """True if no shard holds samples of `spans`, and, with `is_shared`, a group decides on all their positions."""
+    ours = np.array([[*span.start, *span.stop] for span in spans], np.int64).reshape(-1, 4)
+    held = tables.span_array(pass_id)
+    for first, offset, last, until in ours:
+        begins_before = (held[:, 0] < last) | ((held[:, 0] == last) & (held[:, 1] < until))
+        ends_after = (held[:, 2] > first) | ((held[:, 2] == first) & (held[:, 3] > offset))
+        if np.any(begins_before & ends_after):
+            return False
+    if not is_shared:
+        return True
+    undecided = [(claim.position, claim.stop) for claim, owner in tables.claims(pass_id) if owner == SHARED]
+    return all(_are_within(undecided, first, last + (until > 0)) for first, _, last, until in ours)
+
+
+def _are_within(ranges: Sequence[tuple[int, int]], first: int, stop: int) -> bool:
+    """True if the positions `first` to `stop` lie in `ranges`, which are in ascending order."""
+    for start, end in ranges:
+        if start <= first < end:
+            first = end
+    return first >= stop
 
 
 def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:

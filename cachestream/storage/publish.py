@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -72,10 +72,12 @@ class Publisher:
         may_evict: bool = True,
         spare_unused: bool = True,
         reserved: Sequence[int] = (),
+        only_if: Callable[[Tables], bool] | None = None,
     ) -> list[int] | None:
         """Write each of `contents` as a new shard with the same spans, and commit `progress` with them.
 
-        `reserved`: ids of reservations that were made for the first of them.
+        `reserved`: ids of reservations that were made for the first of them. `only_if` is called in the
+        transaction that publishes: nothing is published if it returns False.
 
         Returns the shards' ids, or None when there is no space now (nothing has changed then). Raises
         CacheFullError when the disk refuses the bytes, CacheError when it fails, and SchemaMismatchError when
@@ -96,13 +98,12 @@ class Publisher:
                 shard_ids.append(shard_id)
             occupied = list(map(self._write, shard_ids, headers, contents, footprints))
             with self._transaction() as tables:
-                for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
-                    self._fulfil(tables, shard_id)
-                    row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
-                    tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
-                    tables.enter_split(shard_id, content.fill)
-                tables.add("written_samples", sum(content.num_samples for content in contents))
-                _commit(tables, progress)
+                is_wanted = only_if is None or only_if(tables)
+                if is_wanted:
+                    self._enter(tables, shard_ids, contents, occupied, spans, progress)
+            if not is_wanted:
+                self._cancel(shard_ids)
+                return None
         except BaseException as error:
             self._cancel(shard_ids)
             if isinstance(error, CacheError):
@@ -110,6 +111,23 @@ class Publisher:
                     self._check_same(tables)  # a rebuild removes files that are being written
             raise
         return shard_ids
+
+    def _enter(
+        self,
+        tables: Tables,
+        shard_ids: Sequence[int],
+        contents: Sequence[ShardContent],
+        occupied: Sequence[int],
+        spans: Sequence[Span],
+        progress: UnitProgress,
+    ) -> None:
+        for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
+            self._fulfil(tables, shard_id)
+            row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
+            tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
+            tables.enter_split(shard_id, content.fill)
+        tables.add("written_samples", sum(content.num_samples for content in contents))
+        _commit(tables, progress)
 
     def _fulfil(self, tables: Tables, shard_id: int) -> None:
         if not tables.fulfil_reservation(shard_id, self._owner):

@@ -158,6 +158,11 @@ class SplitTables(MetaTable):
             found.setdefault(pass_id, []).extend(unpack_spans(blob))
         return found
 
+    def span_array(self, pass_id: int) -> IntArray:
+        """The spans of one pass that the shards hold, int64 `[n, 4]`: position and offset of start and stop."""
+        blobs = self.execute("SELECT spans FROM shards WHERE pass_id = ?", (pass_id,))
+        return np.frombuffer(b"".join(blob for (blob,) in blobs), np.int64).reshape(-1, 4)
+
 
 class Tables(ProgressTables, SplitTables):
     """The statements of one transaction. Valid only inside the `with` block that yielded it."""
