@@ -8,7 +8,7 @@ Nothing here does I/O or reads a clock: times come with the calls.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,6 +25,9 @@ SILENT_S: Final = 20.0  # a cache that is silent for so long is gone: its blocks
 _OVERDUE_S: Final = (
     10.0  # a block that takes longer, and 4 times as long as most, is given to another cache too
 )
+# A cache that joins alone, and not empty, may come from a directory that was lost: the others follow, and have
+# their blocks before any are given.
+_SETTLE_S: Final = 3.0
 _RUNS: Final = 8  # a run of blocks is this part of a cache's share of what is left
 _MOST_RUNS: Final = 256  # of a pass
 _COPIES: Final = 16  # told at once
@@ -47,8 +50,9 @@ class Report:
 
     `plan` and `length` are those of its pass. `undecided`: positions that wait for the directory. `making`:
     positions that its sampling processes have, or may take. `added` and `removed`: shards since its last
-    report, all of them if it `joins`. `wants`: the number of runs that it could begin to make. `exchange`: the
-    number of shards of other partitions that it wants.
+    report, all of them if it `joins`. `refused`: shards that it cannot have, since its last report: damaged
+    ones, say. `wants`: the number of runs that it could begin to make. `exchange`: the number of shards of
+    other partitions that it wants.
     """
 
     plan: str
@@ -57,6 +61,7 @@ class Report:
     making: tuple[Range, ...] = ()
     added: tuple[HeldShard, ...] = ()
     removed: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     wants: int = 0
     exchange: int = 0
     joins: bool = False
@@ -82,7 +87,7 @@ class Answer:
 
     `make`: positions that the cache is to make. `done`: positions with which it is done without making them.
     `copies`: shards that it is to copy. `is_known` is False for a cache that has to join (again). `ordinal`: the
-    highest ordinal of the passes of the group.
+    highest ordinal of the passes of the group. `num_members`: the number of its caches.
     """
 
     make: tuple[Range, ...] = ()
@@ -90,6 +95,7 @@ class Answer:
     copies: tuple[Copy, ...] = ()
     is_known: bool = True
     ordinal: int = 0
+    num_members: int = 1
 
 
 @dataclass(slots=True)
@@ -106,17 +112,22 @@ class _Member:
     def __init__(self) -> None:
         self.seen_s = 0.0
         self.plan = ""
+        self.unfinished: set[int] = set()  # blocks of its pass
         self.shards: set[str] = set()
+        self.refused: set[str] = set()
         self.spans: dict[str, list[Span]] = {}  # of each plan, in order
 
     def add(self, content: str, shard: _Shard) -> None:
-        self.shards.add(content)
-        self.spans[shard.plan] = sorted([*self.spans.get(shard.plan, ()), *shard.spans], key=_start)
+        if content not in self.shards:
+            self.shards.add(content)
+            _insert(self.spans.setdefault(shard.plan, []), shard.spans)
 
     def remove(self, content: str, shard: _Shard) -> None:
         self.shards.discard(content)
         gone = set(shard.spans)
-        self.spans[shard.plan] = [span for span in self.spans.get(shard.plan, ()) if span not in gone]
+        spans = [span for span in self.spans.pop(shard.plan, ()) if span not in gone]
+        if spans:
+            self.spans[shard.plan] = spans
 
 
 class _Blocks:
@@ -186,6 +197,7 @@ class Directory:
         self._members: dict[str, _Member] = {}
         self._shards: dict[str, _Shard] = {}
         self._passes: dict[str, _Blocks] = {}
+        self._give_at_s = 0.0
 
     @property
     def members(self) -> list[str]:
@@ -196,6 +208,8 @@ class Directory:
         self.forget_silent(now_s)
         if report.joins:
             self.leave(name)
+            if not self._members and (report.added or report.making):
+                self._give_at_s = now_s + _SETTLE_S
             self._members[name] = _Member()
         elif name not in self._members:
             return Answer(is_known=False)
@@ -205,6 +219,7 @@ class Directory:
         self._note_shards(name, member, report)
         blocks = self._enter_pass(report.plan, report.length)
         undecided = blocks.within(report.undecided)
+        member.unfinished = undecided | blocks.within(report.making)
         self._note_progress(name, member, report, blocks, undecided, now_s)
         return self._decide(name, member, report, blocks, undecided, now_s)
 
@@ -219,10 +234,12 @@ class Directory:
                     blocks.enter(content, shard.spans)
         return self._passes[plan]
 
-    def forget_silent(self, now_s: float) -> None:
-        """Forget the caches that have not reported for long."""
-        for silent in [one for one, member in self._members.items() if now_s - member.seen_s > SILENT_S]:
-            self.leave(silent)
+    def forget_silent(self, now_s: float) -> list[str]:
+        """Forget the caches that have not reported for long, and return them."""
+        silent = [one for one, member in self._members.items() if now_s - member.seen_s > SILENT_S]
+        for name in silent:
+            self.leave(name)
+        return silent
 
     def leave(self, name: str) -> None:
         """Forget the cache `name`: what it was making is free, and what it holds cannot be copied from it."""
@@ -249,12 +266,15 @@ class Directory:
             member.add(held.content, shard)
             if (blocks := self._passes.get(held.plan)) is not None:
                 blocks.enter(held.content, held.spans)
+        member.refused.update(content for content in report.refused if content in self._shards)
 
     def _drop(self, content: str, name: str) -> None:
         shard = self._shards[content]
         shard.holders.pop(name, None)
         if not shard.holders:
             del self._shards[content]
+            for member in self._members.values():
+                member.refused.discard(content)
             if (blocks := self._passes.get(shard.plan)) is not None:
                 for block in blocks.of_spans(shard.spans):
                     blocks.shards[block].discard(content)
@@ -284,46 +304,79 @@ class Directory:
         self, name: str, member: _Member, report: Report, blocks: _Blocks, undecided: set[int], now_s: float
     ) -> Answer:
         held = member.spans.get(report.plan, [])
+        coming = list(held)  # the spans that it has when its copies have come
         done: list[int] = []
         free: list[int] = []
         lost: list[int] = []
         copies: dict[str, Copy] = {}
+        makers = {blocks.makers[block] for block in undecided}
+        keepers = {maker: self._keepers(maker, report.plan) for maker in makers}
         for block in sorted(undecided):
-            is_made = blocks.is_made[block]
-            if covers(held, *blocks.range_of(block)) or (is_made and not self._keeps(name, report, block)):
+            maker = blocks.makers[block]
+            if covers(held, *blocks.range_of(block)):
                 done.append(block)
-            elif not blocks.makers[block]:
+            elif not maker:
                 free.append(block)
-            else:
-                found = self._copies_for(name, block, held, undecided, blocks)
-                if found and len(copies) < _COPIES:
-                    copies.update(found)
-                if is_made and not found:
+            elif name not in keepers[maker]:
+                if blocks.is_made[block] and not self._unfinished(block, keepers[maker]):
+                    done.append(block)
+            elif len(copies) < _COPIES or blocks.is_made[block]:
+                found = self._copies_for(name, member, block, held, undecided, blocks)
+                if not self._choose(found, coming, copies) and blocks.is_made[block]:
                     lost.append(block)
         given = self._give(name, blocks, free, lost, undecided, report.wants, now_s)
         if report.exchange:
-            copies.update(self._foreign(name, member, report))
-        ranges = tuple(map(blocks.range_of, done))
+            self._exchange(name, member, report, copies)
         return Answer(
             _joined(map(blocks.range_of, given)),
-            _joined(ranges),
+            _joined(map(blocks.range_of, done)),
             tuple(copies.values()),
             ordinal=max(PassPlan.from_json(one.plan).ordinal for one in self._members.values()),
+            num_members=len(self._members),
         )
 
+    def _unfinished(self, block: int, names: Iterable[str]) -> bool:
+        return any(block in self._members[one].unfinished for one in names)
+
     def _copies_for(
-        self, name: str, block: int, held: list[Span], undecided: set[int], blocks: _Blocks
-    ) -> dict[str, Copy]:
-        """The shards with samples of `block` that the cache is to copy, none of which overlaps another."""
-        found: dict[str, Copy] = {}
-        spans = held
-        for content in sorted(blocks.shards[block]):
+        self,
+        name: str,
+        member: _Member,
+        block: int,
+        held: list[Span],
+        undecided: set[int],
+        blocks: _Blocks,
+    ) -> Iterator[str]:
+        """The shards with samples of `block` that the cache could copy.
+
+        Where samples were made twice, the shards of one cache come first: those of several would leave gaps.
+        """
+        return (
+            content
+            for _, content in sorted(
+                (min(self._shards[one].holders), one) for one in blocks.shards[block] - member.refused
+            )
+            if name not in (shard := self._shards[content]).holders
+            and blocks.of_spans(shard.spans) <= undecided
+            and not overlap(held, shard.spans)
+        )
+
+    def _choose(self, found: Iterator[str], coming: list[Span], copies: dict[str, Copy]) -> bool:
+        """Add to `copies` those of `found` that have no samples in common with the others.
+
+        Returns False if there are none in `found`.
+        """
+        content = next(found, None)
+        has_any = content is not None
+        while content is not None and len(copies) < _COPIES:
             shard = self._shards[content]
-            is_open = blocks.of_spans(shard.spans) <= undecided
-            if name not in shard.holders and is_open and not overlap(spans, shard.spans):
-                found[content] = _copy(content, shard)
-                spans = sorted([*spans, *shard.spans], key=_start)
-        return found
+            if content not in copies and not overlap(coming, shard.spans):
+                copies[content] = Copy(
+                    content, shard.nbytes, shard.spans, tuple(sorted(shard.holders.items()))
+                )
+                _insert(coming, shard.spans)
+            content = next(found, None)
+        return has_any
 
     def _give(
         self,
@@ -340,7 +393,7 @@ class Directory:
         Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
         """
         given: list[int] = []
-        for _ in range(wants):
+        for _ in range(wants if now_s >= self._give_at_s else 0):
             chosen = free or lost
             if not chosen:
                 late = [block for block in blocks.overdue(now_s) if blocks.makers[block] != name]
@@ -352,44 +405,52 @@ class Directory:
             given += run
         return given
 
-    def _keeps(self, name: str, report: Report, block: int) -> bool:
-        """True if the cache is to have the samples of `block`.
+    def _keepers(self, maker: str, plan: str) -> list[str]:
+        """The caches that are to have what `maker` makes: itself, and those after it in a ring.
 
-        Rendezvous hashing (Thaler and Ravishankar, 1998): few choices change with the members.
+        Few choices change with the members (Karger et al., "Consistent Hashing and Random Trees", 1997).
         """
+        ring = sorted((_place(one), one) for one, member in self._members.items() if member.plan == plan)
+        names = [one for _, one in ring]
         if self.replicas is None:
-            return True
-        maker = self._passes[report.plan].makers[block]
-        others = [one for one in self._members if one != maker]
-        others.sort(key=lambda one: xxhash.xxh3_64_intdigest(f"{block} {one}".encode()))
-        return name == maker or name in others[: self.replicas - 1]
+            return names
+        first = bisect_left(ring, (_place(maker), maker))
+        return (names[first:] + names[:first])[: self.replicas]
 
-    def _foreign(self, name: str, member: _Member, report: Report) -> dict[str, Copy]:
-        """Shards of other partitions, a choice of its own for each cache.
+    def _exchange(self, name: str, member: _Member, report: Report, copies: dict[str, Copy]) -> None:
+        """Add shards of other partitions to `copies`, a choice of its own for each cache.
 
         Of one partition only those of one pass: two passes have the same samples in different shards.
         """
         ours = PassPlan.from_json(report.plan).partition
         allowed: dict[str, str] = {}
         for plan in [*member.spans, *self._passes]:
-            if (member.spans.get(plan) or plan not in member.spans) and (
-                partition := PassPlan.from_json(plan).partition
-            ):
+            if partition := PassPlan.from_json(plan).partition:
                 allowed.setdefault(str(partition), plan)
         allowed.pop(str(ours), None)
         plans = set(allowed.values())
-        found = [
+        found = sorted(
             (xxhash.xxh3_64_intdigest(f"{content} {name}".encode()), content)
             for content, shard in self._shards.items()
-            if shard.plan in plans and name not in shard.holders
-        ]
-        return {
-            content: _copy(content, self._shards[content]) for _, content in sorted(found)[: report.exchange]
-        }
+            if shard.plan in plans and name not in shard.holders and content not in member.refused
+        )
+        coming = {plan: list(member.spans.get(plan, ())) for plan in plans}
+        wanted = min(_COPIES, len(copies) + report.exchange)
+        for _, content in found:
+            if len(copies) >= wanted:
+                break
+            self._choose(iter([content]), coming[self._shards[content].plan], copies)
 
 
-def _copy(content: str, shard: _Shard) -> Copy:
-    return Copy(content, shard.nbytes, shard.spans, tuple(sorted(shard.holders.items())))
+def _place(name: str) -> int:
+    """The place of a cache in the ring."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def _insert(spans: list[Span], others: Iterable[Span]) -> None:
+    """Insert `others` into `spans`, which are ascending."""
+    for other in others:
+        insort(spans, other, key=_start)
 
 
 def _start(span: Span) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,6 +21,7 @@ from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersec
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
+    from cachestream.storage.filling import CachedSpans
 
 
 class EarlierNames:
@@ -117,6 +118,26 @@ class Coverage:
         for covered in self._passes:
             covered.add(units, found)
         return [tuple(ranges) for ranges in found]
+
+
+def holds_units(cached: CachedSpans[PassPlan], plan: PassPlan, spans: Sequence[Span]) -> bool:
+    """True if shards of other passes than `plan` hold samples of the units in `spans`, or may hold them."""
+    others = {
+        other: cached.spans[0][pass_id]
+        for pass_id, other in cached.plans.items()
+        if other != plan and cached.spans[0].get(pass_id)
+    }
+    if not others:
+        return False
+    units_of = plan.num_units, plan.listing
+    if any(
+        one.is_drawn or not one.is_permutation or (one.num_units, one.listing) != units_of for one in others
+    ):
+        return True
+    positions = [np.arange(span.start[0], span.stop[0] + (span.stop[1] > 0)) for span in spans]
+    units = UnitOrder(plan, None, None).units(np.concatenate(positions))
+    found = Coverage({UnitOrder(one, None, None): held for one, held in others.items()}).of(units)
+    return any(found)
 
 
 _COVERAGE_AGE_S: Final = 10.0
