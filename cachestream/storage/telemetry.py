@@ -32,7 +32,7 @@ READS_AT_ONCE: Final = 64  # units that one process reads at once, at most
 PROCESSES_AT_MOST: Final = 128
 
 # State of a sampling process.
-STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, ENDED = range(6)
+STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, ENDED, NOTHING_FREE = range(7)
 STATE_NAMES: Final = (
     "starting",
     "fetching",
@@ -40,6 +40,7 @@ STATE_NAMES: Final = (
     "waiting for space",
     "waiting for the remote",
     "ended",
+    "waiting for the other caches",
 )
 
 _SLOT: Final = np.dtype(
@@ -74,7 +75,8 @@ _HEAD: Final = np.dtype(
 )
 # Identifies the layout of the slots; that of the head never changes. A worker may outlive a package upgrade.
 _MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES, "no pid after the end")).encode())
-_SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
+_SLOTS: Final = PROCESSES_AT_MOST + 1
+_SIZE: Final = _HEAD.itemsize + _SLOTS * _SLOT.itemsize
 
 Slot = Any  # a numpy record of _SLOT, living in the map
 
@@ -138,7 +140,7 @@ class Board:
         finally:
             os.close(fd)
         self._head = np.frombuffer(self._map, _HEAD, 1)
-        self._slots = np.frombuffer(self._map, _SLOT, PROCESSES_AT_MOST, _HEAD.itemsize)
+        self._slots = np.frombuffer(self._map, _SLOT, _SLOTS, _HEAD.itemsize)
 
     def reset(self, pid: int, processes: int, now_s: float) -> None:
         """Start over for a new supervisor."""
@@ -173,6 +175,11 @@ class Board:
     def slot(self, index: int) -> Slot:
         """The slot of sampling process `index`: reading and writing its fields is live."""
         return self._slots[index]
+
+    @property
+    def sharing_slot(self) -> Slot:
+        """The slot of the process that shares the filling with other caches: only its state is in use."""
+        return self._slots[PROCESSES_AT_MOST]
 
     def clear_reads(self, index: int) -> None:
         """Clear the units that a dead process was reading, for its successor."""

@@ -31,7 +31,7 @@ from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.reservations import Owner
 from cachestream.storage.status import describe_skipped, shortage_of_disk
-from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
+from cachestream.storage.telemetry import NO_SPACE, NOTHING_FREE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
 from cachestream.worker.child_process import ChildProcess, ForkServer
 from cachestream.worker.cluster.sharing import SharingProcess
@@ -339,6 +339,8 @@ class FillRecord:
         """Record that the `running` processes fill the cache, or that all of them wait for space."""
         states = self._board.states()
         found = {states[index] for index in running}
+        if self._board.sharing_slot["state"] == NO_SPACE:  # the shards of others do not fit
+            found = {STATE_NAMES[NO_SPACE] if one == STATE_NAMES[NOTHING_FREE] else one for one in found}
         if not found or found - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
             self.write("filling", message)
         elif STATE_NAMES[WRITING] not in found:  # such a process may be about to find that there is no space

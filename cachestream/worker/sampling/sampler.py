@@ -28,7 +28,16 @@ from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 from cachestream.storage.progress import Suspect
 from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.reservations import Owner
-from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, Board, Slot, board_text
+from cachestream.storage.telemetry import (
+    ENDED,
+    FETCHING,
+    NO_REMOTE,
+    NOTHING_FREE,
+    STARTING,
+    Board,
+    Slot,
+    board_text,
+)
 from cachestream.worker.job import Job, Payload, load_shared, unpack
 from cachestream.worker.listings import Listings, keep_names
 from cachestream.worker.order import PassPlan
@@ -76,6 +85,7 @@ class Sampler:
         self._assignment: Assignment | None = None
         self._todo: deque[UnitRead] = deque()
         self._listing = stored_names(payload.source)
+        self._found_nothing = False  # by the last claim
         self._claim_at_s = 0.0  # the time of the next claim; infinite once nothing is left to claim
         self._read_alone: UnitRead | None = None  # the suspect that is being read
         self._suspects: dict[int, Suspect] = {}
@@ -118,6 +128,8 @@ class Sampler:
         stalls, all_wait = self._fetcher.stalls()
         quiet = "" if stalls else self._quiet_message()
         self._slot["silence"] = board_text(stalls[0].reason if stalls else quiet)
+        if self._is_shared and self._found_nothing and not len(self._fetcher):
+            return NOTHING_FREE
         return NO_REMOTE if all_wait or quiet else FETCHING
 
     def _quiet_message(self) -> str:
@@ -172,8 +184,9 @@ class Sampler:
         except (NothingFreeError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
             if self._is_shared and not len(self._fetcher):
                 self._writer.flush()  # the group waits for these samples
-            self._claim_at_s = time.monotonic() + BEAT_S
+            self._claim_at_s, self._found_nothing = time.monotonic() + BEAT_S, True
             return
+        self._found_nothing = False
         # Another supervisor may have begun another pass, if this process has outlived its own supervisor.
         if assignment is None or (before is not None and assignment.row.id != before.row.id):
             self._claim_at_s = math.inf
