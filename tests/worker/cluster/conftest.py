@@ -1,0 +1,29 @@
+"""One Ray cluster for the tests of a file, and caches on its nodes for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.worker.cluster.nodes import Members, RayCluster
+from tests.worker.support import Processes
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    """Three nodes, which no test takes away."""
+    cluster = RayCluster(3)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def members(
+    ray_cluster: RayCluster, fast_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Members]:
+    found = Members(ray_cluster, fast_path, monkeypatch)
+    yield found
+    found.close()
+    processes.wait_until_gone()

@@ -1,0 +1,284 @@
+"""Caches that share one filling, on the nodes of a real Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachestream import Cache, ConfigError, WorkerError, start_worker
+from cachestream.storage.shard import shard_path
+from tests.storage.support import disk_bytes, shard_ids
+from tests.worker.cluster.nodes import Members, reads, wait_for_end
+from tests.worker.sources import Numbers
+from tests.worker.support import (
+    Processes,
+    in_use,
+    log_of,
+    only_once,
+    sampling_pids,
+    supervisor_pid,
+    wait_until,
+)
+
+UNITS = 200
+
+
+def slow(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def numbers(folder: Path, **options: Any) -> Numbers:
+    settings: dict[str, Any] = {"units": UNITS, "nbytes": 2000, "journal": str(folder / "journal")}
+    return Numbers(**(settings | options))
+
+
+def assert_read_once(members: Members, source: Numbers) -> None:
+    """Check that all caches together have read the source once."""
+    read = Path(source.journal).read_text(encoding="utf-8").split()
+    again = {unit: count for unit, count in Counter(read).items() if count > 1}
+    assert len(read) <= 1.02 * len(source.keys()), (again, *map(log_of, members.caches))
+
+
+def sharing_pid(cache: Cache, processes: Processes) -> int:
+    """The process of `cache` that shares its filling."""
+
+    def found() -> list[int]:
+        return [
+            pid
+            for pid in processes.called("cs-sharing")
+            if os.readlink(f"/proc/{pid}/cwd") and cache.path in _maps(pid)
+        ]
+
+    wait_until(found, "there is a process that shares")
+    return found()[0]
+
+
+def _maps(pid: int) -> str:
+    """The open files of a process."""
+    names = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        except OSError:
+            pass
+    return "\n".join(names)
+
+
+def test_all_caches_hold_all_samples_and_each_unit_is_read_once(
+    members: Members, tmp_path: Path, processes: Processes
+) -> None:
+    source = numbers(tmp_path)
+    for _ in range(3):
+        members.start(source)
+    members.wait(source.keys())
+    assert_read_once(members, source)
+    before = reads(source)
+    late = members.start(source, node=0)  # it comes late, and reads nothing
+    members.wait(source.keys())
+    assert reads(source) == before, log_of(late)
+    assert len(members.ray.actors("ShardServer")) == 4
+    members.close()
+    wait_until(lambda: not members.ray.actors("ShardServer"), "the actors of the caches have ended")
+    wait_until(lambda: not members.ray.actors("Group"), "the actor of the group has ended")
+
+
+@pytest.mark.slow
+def test_two_of_three_caches_keep_a_shard_with_two_replicas(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path, pause_s=0.05)
+    for _ in range(3):
+        members.start(source, replicas=2)
+    members.wait()
+    assert_read_once(members, source)
+    held = Counter(key for cache in members.caches for key in only_once(cache))
+    assert held.keys() == source.keys()
+    assert min(held.values()) == 2
+    assert sum(held.values()) < 2.5 * UNITS  # what was copied before the third one came lies in three
+
+
+@pytest.mark.slow
+def test_two_groups_share_nothing(members: Members, tmp_path: Path) -> None:
+    sources = [numbers(tmp_path, name=name, journal=str(tmp_path / name)) for name in ("one", "two")]
+    for source in sources * 2:
+        members.start(source, share=source.name)
+    members.wait(sources[0].keys())
+    for source in sources:
+        assert_read_once(members, source)
+
+
+@pytest.mark.slow
+def test_an_exchange_brings_shards_of_the_other_nodes(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path)
+    for index in range(3):
+        members.start(source, partition=(index, 3), exchange=0.2)
+    members.wait()
+    before = [only_once(cache) for cache in members.caches]
+    assert sum(map(len, before)) == UNITS
+    with in_use(members.caches[0]):
+        wait_until(lambda: only_once(members.caches[0]) == source.keys(), "one cache has all", 60.0)
+    assert before[1:] == [only_once(cache) for cache in members.caches[1:]]
+    assert reads(source) == UNITS
+
+
+def test_the_limit_holds_while_shards_come(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path, nbytes=20_000)  # 4 MB, of which the cache of 2 MB has room for some
+    members.start(source, shard_size="200KB")
+    small = members.start(source, size="3MB", shard_size="200KB")
+    largest = 0
+    with in_use(small):
+        deadline_s = time.monotonic() + 90.0
+        while members.caches[0].fill_state() != "complete" and time.monotonic() < deadline_s:
+            largest = max(largest, disk_bytes(small.path))
+            time.sleep(0.02)
+        for _ in range(100):
+            largest = max(largest, disk_bytes(small.path))
+            time.sleep(0.02)
+    assert members.caches[0].fill_state() == "complete"
+    assert 1_000_000 < largest <= 3_000_000
+    only_once(small)
+
+
+def test_a_full_cache_stops_though_the_others_make_everything(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path, nbytes=20_000)
+    members.start(source)
+    members.wait()
+    small = members.start(source, size="3MB", shard_size="200KB", when_full="stop")
+    wait_until(lambda: small.fill_state() == "full", "it is full", 60.0)
+    assert reads(source) == UNITS
+    only_once(small)
+
+
+def test_a_cache_with_another_transform_is_refused(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path, pause_s=0.05)
+    members.start(source)
+    wait_until(lambda: members.caches[0].num_samples, "the first cache is in the group")
+    members.start(source, transform=dict)
+    with pytest.raises(
+        WorkerError, match=r"does not fit the group 'group': it has the transform .*; give the"
+    ):
+        members.workers[1].wait(timeout_s=60.0)
+    assert members.caches[0].fill_state() != "failed"
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = numbers(tmp_path)
+    with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:
+        for options, message in (
+            ({"order": [1.0] * UNITS}, "order='shuffle'"),
+            ({"share": ""}, "give the group of caches a name"),
+            ({"share": None, "replicas": 2}, "name it with share="),
+            ({"exchange": 0.1}, "partition="),
+            ({"replicas": 0}, "replicas"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                start_worker(cache, source, **({"share": "group"} | options))
+        with pytest.raises(ConfigError, match="no end"):
+            start_worker(cache, Numbers(units=None), share="group")
+        monkeypatch.setitem(sys.modules, "ray", None)
+        with pytest.raises(ConfigError, match=r"pip install 'cachestream\[ray\]'"):
+            start_worker(cache, source, share="group")
+    monkeypatch.setattr("cachestream.worker.launch.current_address", lambda: "auto")
+    with (
+        Cache(tmp_path / "held", size_limit="50MB", min_free=0) as cache,
+        pytest.raises(ConfigError, match="holdout="),
+    ):
+        start_worker(cache, source, share="group", holdout=0.1)
+
+
+# --- faults
+
+
+@pytest.mark.parametrize("victim", [slow("supervisor"), slow("sampler"), "sharing"])
+def test_a_process_that_is_killed_costs_nothing(
+    members: Members, tmp_path: Path, processes: Processes, victim: str
+) -> None:
+    source = numbers(tmp_path, pause_s=0.02)
+    for _ in range(2):
+        members.start(source)
+    cache = members.caches[1]
+    wait_until(lambda: cache.num_samples > 20, "the second cache holds something")
+    if victim == "supervisor":
+        pids = set(processes.pids())
+        kill_supervisor_of(members, 1)
+        wait_until(lambda: len(set(processes.pids()) & pids) < len(pids), "it is gone")
+        members.restart(1, source)
+    else:
+        os.kill(
+            sampling_pids(cache)[0] if victim == "sampler" else sharing_pid(cache, processes), signal.SIGKILL
+        )
+    members.wait(source.keys())
+
+
+def kill_supervisor_of(members: Members, index: int) -> None:
+    """Kill the supervisor of a cache, and wait until its lock is free."""
+    cache = members.caches[index]
+    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    members.workers[index].close()
+    wait_until(lambda: not cache.has_worker(), "the supervisor is gone")
+
+
+def test_a_damaged_shard_is_set_aside_and_made_again(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path)
+    first = members.start(source)
+    members.wait(source.keys())
+    path = Path(shard_path(first.path, shard_ids(first)[3]))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    second = members.start(source)
+    wait_for_end(second)
+    assert only_once(second) == source.keys()
+    wait_until(lambda: first.status().quarantined == 1, "the first cache has set it aside")
+    assert "came damaged" in log_of(second)
+
+
+@pytest.mark.slow
+def test_what_a_holder_evicts_is_made_again(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path)
+    first = members.start(source)
+    members.wait(source.keys())
+    members.workers[0].stop()
+    second = members.start(source, node=0)
+    members.restart(0, source)
+    for shard_id in shard_ids(first)[::2]:
+        first.quarantine(shard_id, "gone")
+    wait_for_end(second)
+    assert only_once(second) == source.keys()
+    only_once(first)
+
+
+def test_a_cache_that_was_stopped_comes_back_with_nothing_twice(
+    members: Members, tmp_path: Path, processes: Processes
+) -> None:
+    source = numbers(tmp_path, pause_s=0.02)
+    for _ in range(2):
+        members.start(source)
+    slow = members.caches[1]
+    wait_until(lambda: slow.num_samples > 20, "the second cache holds something")
+    stopped = [pid for pid in processes.pids() if slow.path in _maps(pid)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: members.caches[0].fill_state() == "complete", "the first is complete", 90.0)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert only_once(members.caches[0]) == source.keys()
+    members.wait(source.keys())
+
+
+def test_the_actor_of_the_group_is_killed(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path, pause_s=0.02)
+    for _ in range(3):
+        members.start(source)
+    wait_until(lambda: members.caches[2].num_samples > 20, "the caches hold something")
+    for pid in members.ray.actors("Group"):
+        os.kill(pid, signal.SIGKILL)
+    members.wait(source.keys())
+    assert reads(source) <= 1.5 * UNITS, [log_of(cache) for cache in members.caches]
