@@ -395,9 +395,10 @@ class GroupMember:
         self._cache.reservations.cancel(fetch.reserved, self._owner.name)
 
     def _drop(self, fetch: _Fetch, reason: object) -> None:
-        """Give up a copy, and ask another cache for some time; after some attempts the samples are made here."""
+        """Give up a copy, and avoid its holder for some time; after some attempts the samples are made here."""
         sys.stderr.write(f"no shard from {fetch.holder}: {_last_line(reason)}\n")
-        self._avoid_s[fetch.holder] = time.monotonic() + _AVOID_S
+        if not isinstance(reason, CorruptShardError | FileNotFoundError):  # it may well give others
+            self._avoid_s[fetch.holder] = time.monotonic() + _AVOID_S
         self._cancel(fetch)
         content = fetch.copy.content
         self._attempts[content] += 1
