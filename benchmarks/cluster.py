@@ -8,6 +8,7 @@ of a node, and the time and the bytes that three to five caches take in each arr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -49,7 +50,9 @@ ARRANGEMENTS: Final[dict[str, dict[str, Any]]] = {
 TIMEOUT_S: Final = 300.0
 
 
-def slow(sample: Any) -> Any:
+def slow(sample: Any, seen: Path) -> Any:
+    """Wait, and leave the number of this process in the folder `seen`."""
+    (seen / str(os.getpid())).touch()
     time.sleep(WAIT_S)
     return sample
 
@@ -88,15 +91,18 @@ def seconds_between(cache: cs.Cache, first: int, last: int) -> float:
 
 
 def rate_of_waiting(folder: Path, actors: int) -> float:
-    """Samples a second of a transform that waits, by so many actors, all of which have begun."""
-    samples = [{"x": np.full(16, i, np.float32)} for i in range(actors * (PER_ACTOR + 60))]
+    """Samples a second of a transform that waits, by so many actors, from when all of them work."""
+    samples = [{"x": np.full(16, i, np.float32)} for i in range(actors * 16 * PER_ACTOR)]
+    seen = folder / "seen"
+    seen.mkdir(parents=True)
+    options: dict[str, Any] = {"engine": "ray", "num_workers": actors, "ray_options": {"num_cpus": 0.01}}
     with (
-        cs.Cache(folder, size_limit="100MB") as cache,
-        cs.start_worker(
-            cache, samples, transform=slow, engine="ray", num_workers=actors, ray_options={"num_cpus": 0.01}
-        ),
+        cs.Cache(folder / "cache", size_limit="100MB") as cache,
+        cs.start_worker(cache, samples, transform=partial(slow, seen=seen), **options),
     ):
-        first = actors * 40
+        while len(os.listdir(seen)) < actors:
+            time.sleep(0.1)
+        first = cache.num_samples + actors * PER_ACTOR
         return PER_ACTOR * actors / seconds_between(cache, first, first + PER_ACTOR * actors)
 
 
@@ -111,11 +117,11 @@ def write_photographs(folder: Path) -> None:
         shutil.copyfile(folder / f"{number % 64:04d}.jpg", folder / f"{number:04d}.jpg")
 
 
-def seconds_of_photographs(folder: Path, photographs: Path, engine: str) -> float:
+def seconds_of_photographs(folder: Path, photographs: Path, engine: str, concurrency: int) -> float:
     source = cs.open_source(f"{photographs}/*.jpg", resize=(224, 224))
     with (
         cs.Cache(folder, size_limit="2GB") as cache,
-        cs.start_worker(cache, source, num_workers=1, engine=engine),
+        cs.start_worker(cache, source, num_workers=1, engine=engine, concurrency=concurrency),
     ):
         took_s = seconds_between(cache, PHOTOGRAPHS // 5, PHOTOGRAPHS * 9 // 10)
     shutil.rmtree(folder)
@@ -236,12 +242,13 @@ def main() -> None:
         figures["waiting_to_linear"] = rates[ACTORS[-1]] / ACTORS[-1] * WAIT_S
         photographs = folder / "photographs"
         write_photographs(photographs)
-        local_s, remote_s = [], []
-        for turn in range(TURNS):
-            local_s.append(seconds_of_photographs(folder / f"local-{turn}", photographs, "local"))
-            remote_s.append(seconds_of_photographs(folder / f"ray-{turn}", photographs, "ray"))
-        figures["photographs_to_local"] = median_ratio(local_s, remote_s)
-        figures["photographs_per_s"] = PHOTOGRAPHS * 0.7 / statistics.median(remote_s)
+        for name, concurrency in (("photographs", 1), ("photographs_at_once", 16)):
+            times_s: dict[str, list[float]] = {"local": [], "ray": []}
+            for turn, engine in itertools.product(range(TURNS), times_s):
+                path = folder / f"{name}-{engine}-{turn}"
+                times_s[engine].append(seconds_of_photographs(path, photographs, engine, concurrency))
+            figures[f"{name}_to_local"] = median_ratio(times_s["local"], times_s["ray"])
+            figures[f"{name}_per_s"] = PHOTOGRAPHS * 0.7 / statistics.median(times_s["ray"])
         figures |= measure_sharing(folder)
         figures |= measure_arrangements(folder)
         figures |= {
