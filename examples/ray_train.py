@@ -2,7 +2,7 @@
 
     python examples/ray_train.py s3://bucket/images/train /scratch/images --workers 2 --share images
 
-/scratch is a local disk of each node. With --share the nodes read each image once for all: it is cached on the node that read it.
+/scratch is a local disk of each node. With --share each image is read once for all, and cached on one node.
 When a worker dies, all go on from the last checkpoint.
 """
 
@@ -36,8 +36,7 @@ def train(args: dict[str, Any]) -> None:
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
     # Not ray.train.torch.prepare_data_loader: the loader has shared the samples out among the ranks already.
     options: dict[str, Any] = {"batch_size": 32, "transform": resize, "num_workers": 2, "device": device}
-    if args["share"]:
-        options |= {"share": args["share"], "replicas": 1}
+    options |= {"share": args["share"], "replicas": 1} if args["share"] else {}
     loader = cs.stream(args["remote"], args["cache"], "1GB", **options)
     parts: dict[str, Any] = {"model": model, "optimiser": optimiser, "loader": loader}
     if saved := ray.train.get_checkpoint():
@@ -65,15 +64,14 @@ if __name__ == "__main__":
     parser.add_argument("cache", help="a folder on a local disk")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--share", help="a name for the caches of the nodes, which then share one filling")
+    parser.add_argument("--share", help="a name for the caches of the nodes")
     parser.add_argument("--gpu", action="store_true", help="one for each worker")
     settings = parser.parse_args()
     settings.cache = os.path.abspath(settings.cache)  # workers run in a folder of their own
     settings.remote = settings.remote if "://" in settings.remote else os.path.abspath(settings.remote)
     trainer = TorchTrainer(
         train,
-        train_loop_config=vars(settings)
-        | {"remote": settings.remote, "cache": os.path.abspath(settings.cache)},
+        train_loop_config=vars(settings),
         scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=settings.gpu),
         run_config=RunConfig(
             storage_path=os.path.abspath(f"{settings.cache}-runs"),

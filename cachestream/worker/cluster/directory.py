@@ -45,7 +45,7 @@ class HeldShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CacheReport:
     """The state of one cache, sent again and again.
 
     `plan` and `length` are those of its pass. `undecided`: positions that wait for the directory. `making`:
@@ -99,7 +99,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Shard:
+class _KnownShard:
     nbytes: int
     plan: str
     spans: tuple[Span, ...]
@@ -117,12 +117,12 @@ class _Member:
         self.refused: set[str] = set()
         self.spans: dict[str, list[Span]] = {}  # of each plan, in order
 
-    def add(self, content: str, shard: _Shard) -> None:
+    def add(self, content: str, shard: _KnownShard) -> None:
         if content not in self.shards:
             self.shards.add(content)
             _insert(self.spans.setdefault(shard.plan, []), shard.spans)
 
-    def remove(self, content: str, shard: _Shard) -> None:
+    def remove(self, content: str, shard: _KnownShard) -> None:
         self.shards.discard(content)
         gone = set(shard.spans)
         spans = [span for span in self.spans.pop(shard.plan, ()) if span not in gone]
@@ -183,7 +183,7 @@ class _Blocks:
         return sorted(late, key=lambda block: self.since_s[block])
 
 
-class Directory:
+class GroupDirectory:
     """The directory of one group.
 
     `replicas`: the number of caches that keep a shard; None for all.
@@ -195,7 +195,7 @@ class Directory:
     def __init__(self, replicas: int | None = None) -> None:
         self.replicas = replicas
         self._members: dict[str, _Member] = {}
-        self._shards: dict[str, _Shard] = {}
+        self._shards: dict[str, _KnownShard] = {}
         self._passes: dict[str, _Blocks] = {}
         self._give_at_s = 0.0
 
@@ -203,7 +203,7 @@ class Directory:
     def members(self) -> list[str]:
         return sorted(self._members)
 
-    def sync(self, name: str, report: Report, now_s: float) -> Answer:
+    def sync(self, name: str, report: CacheReport, now_s: float) -> Answer:
         """Take the report of the cache `name`, and decide on what it is to do."""
         self.forget_silent(now_s)
         if report.joins:
@@ -253,7 +253,7 @@ class Directory:
                 if maker == name and not blocks.is_made[block]:
                     blocks.give(block, "", 0.0)
 
-    def _note_shards(self, name: str, member: _Member, report: Report) -> None:
+    def _note_shards(self, name: str, member: _Member, report: CacheReport) -> None:
         for content in report.removed:
             if content in member.shards:
                 member.remove(content, self._shards[content])
@@ -261,7 +261,7 @@ class Directory:
         for held in report.added:
             shard = self._shards.get(held.content)
             if shard is None:
-                shard = self._shards[held.content] = _Shard(held.nbytes, held.plan, held.spans)
+                shard = self._shards[held.content] = _KnownShard(held.nbytes, held.plan, held.spans)
             shard.holders[name] = held.shard_id
             member.add(held.content, shard)
             if (blocks := self._passes.get(held.plan)) is not None:
@@ -280,7 +280,13 @@ class Directory:
                     blocks.shards[block].discard(content)
 
     def _note_progress(
-        self, name: str, member: _Member, report: Report, blocks: _Blocks, undecided: set[int], now_s: float
+        self,
+        name: str,
+        member: _Member,
+        report: CacheReport,
+        blocks: _Blocks,
+        undecided: set[int],
+        now_s: float,
     ) -> None:
         """Note what the cache makes, and what it has made."""
         making = blocks.within(report.making)
@@ -301,7 +307,13 @@ class Directory:
                     blocks.made(block, now_s)
 
     def _decide(
-        self, name: str, member: _Member, report: Report, blocks: _Blocks, undecided: set[int], now_s: float
+        self,
+        name: str,
+        member: _Member,
+        report: CacheReport,
+        blocks: _Blocks,
+        undecided: set[int],
+        now_s: float,
     ) -> Answer:
         held = member.spans.get(report.plan, [])
         coming = list(held)  # the spans that it has when its copies have come
@@ -417,7 +429,7 @@ class Directory:
         first = bisect_left(ring, (_place(maker), maker))
         return (names[first:] + names[:first])[: self.replicas]
 
-    def _exchange(self, name: str, member: _Member, report: Report, copies: dict[str, Copy]) -> None:
+    def _exchange(self, name: str, member: _Member, report: CacheReport, copies: dict[str, Copy]) -> None:
         """Add shards of other partitions to `copies`, a choice of its own for each cache.
 
         Of one partition only those of one pass: two passes have the same samples in different shards.

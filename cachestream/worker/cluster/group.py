@@ -13,14 +13,14 @@ from cachestream.errors import CorruptShardError
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.cluster.connection import ClusterOptions
-from cachestream.worker.cluster.directory import Answer, Directory, Report
+from cachestream.worker.cluster.directory import Answer, CacheReport, GroupDirectory
 from cachestream.worker.job import Job
 
 Identity = tuple[tuple[str, str], ...]
 
 
 def identity_of(job: Job, cluster: ClusterOptions) -> Identity:
-    """What all caches of a group have in common."""
+    """The properties that all caches of a group have in common, as (beginning of a sentence, value)."""
     return (
         ("it is filled from the source", job.fingerprint),
         ("it lists the units", f"{job.num_units} {job.listing}"),
@@ -32,7 +32,7 @@ def identity_of(job: Job, cluster: ClusterOptions) -> Identity:
     )
 
 
-class Group:
+class GroupActor:
     """The actor of a group: its directory, and the shard servers of its caches.
 
     The actor ends with the process that has made it. The next cache that misses it makes another one, whose
@@ -40,7 +40,7 @@ class Group:
     """
 
     def __init__(self, identity: Identity, replicas: int | None) -> None:
-        self._identity, self._directory = identity, Directory(replicas)
+        self._identity, self._directory = identity, GroupDirectory(replicas)
         self._servers: dict[str, Any] = {}
 
     def join(self, name: str, identity: Identity, server: Any) -> str:
@@ -54,7 +54,7 @@ class Group:
         self._servers[name] = server
         return ""
 
-    def sync(self, name: str, report: Report) -> tuple[Answer, dict[str, Any]]:
+    def sync(self, name: str, report: CacheReport) -> tuple[Answer, dict[str, Any]]:
         """The decisions for the cache `name`, and the servers of the caches that they name."""
         if name not in self._servers:
             return Answer(is_known=False), {}

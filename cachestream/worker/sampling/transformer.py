@@ -20,12 +20,12 @@ class Several(list[Any]):
 
 
 def collected(made: Any) -> Any:
-    """What a transform has returned: `Several` for a list, or for all that a generator yields."""
+    """The result of a transform: `Several` for a list, or for all that a generator yields."""
     return Several(made) if isinstance(made, list | Iterator) else made
 
 
 def to_records(made: Any, key: str) -> list[Table]:
-    """What a transform has made of the sample `key`, as tables of one row.
+    """The samples that a transform has made of the sample `key`, as tables of one row.
 
     Several samples have the keys `key/0`, `key/1`, …. Raises SampleError for a value that cannot be stored.
     """

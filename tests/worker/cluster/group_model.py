@@ -1,4 +1,4 @@
-"""A model of a group of caches around a real `Directory`: claims, shards and copies as sets of samples."""
+"""A model of a group of caches around a real `GroupDirectory`: claims, shards and copies as sets of samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from cachestream.schema import Span
-from cachestream.worker.cluster.directory import Answer, Copy, Directory, HeldShard, Report
+from cachestream.worker.cluster.directory import Answer, CacheReport, Copy, GroupDirectory, HeldShard
 from cachestream.worker.order import Partition, PassPlan
 
 Sample = tuple[int, int]  # position, offset; a unit of n samples has n + 1 of them: the last one is its end
@@ -99,13 +99,13 @@ class MemberModel:
     def is_done(self) -> bool:
         return not self.undecided and not self.making
 
-    def report(self) -> Report:
+    def report(self) -> CacheReport:
         if self.joins:
             self.known = {}
         added = tuple(shard for content, shard in self.shards.items() if content not in self.known)
         removed = tuple(content for content in self.known if content not in self.shards)
         self.known = dict(self.shards)
-        return Report(
+        return CacheReport(
             self.plan,
             len(self.units.sizes),
             ranges_of(self.undecided),
@@ -198,7 +198,7 @@ class GroupModel:
 
     def __init__(self, units: Units, names: Sequence[str], replicas: int | None = None) -> None:
         self.units, self.replicas = units, replicas
-        self.directory = Directory(replicas)
+        self.directory = GroupDirectory(replicas)
         self.now_s = 100.0
         self.members: dict[str, MemberModel] = {}
         self.plan = plan_of(len(units.sizes))
@@ -224,7 +224,7 @@ class GroupModel:
             member.follow(answer)
 
     def check(
-        self, member: MemberModel, report: Report, answer: Answer, undecided: set[int], held: set[Sample]
+        self, member: MemberModel, report: CacheReport, answer: Answer, undecided: set[int], held: set[Sample]
     ) -> None:
         """Check the invariants of an answer."""
         make, done = (

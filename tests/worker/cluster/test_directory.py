@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from cachestream.schema import Span
 from cachestream.worker.cluster import directory
-from cachestream.worker.cluster.directory import SILENT_S, Directory, HeldShard, Report, covers, overlap
+from cachestream.worker.cluster.directory import (
+    SILENT_S,
+    CacheReport,
+    GroupDirectory,
+    HeldShard,
+    covers,
+    overlap,
+)
 from cachestream.worker.order import Partition
 from tests.worker.cluster.group_model import GroupModel, MemberModel, Units, plan_of
 
@@ -96,7 +103,7 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
         elif action == "silence":
             group.now_s += SILENT_S + 1
         elif action == "restart":
-            group.directory = Directory(replicas)
+            group.directory = GroupDirectory(replicas)
         elif action == "new":
             unused = [one for one in NAMES if one not in group.members and one not in group.directory.members]
             if unused:
@@ -188,7 +195,7 @@ def test_a_directory_that_was_lost_gives_nothing_until_the_others_have_joined() 
     for name in ("a", "b"):
         group.sync(name)
     making = {name: set(member.making) for name, member in group.members.items()}
-    group.directory = Directory()
+    group.directory = GroupDirectory()
     for name in ("a", "a", "b", "b"):
         group.sync(name)
     assert {name: member.making for name, member in group.members.items()} == making
@@ -244,12 +251,12 @@ def test_an_exchange_brings_shards_of_one_pass_of_each_other_partition(
 
 def test_an_exchange_takes_no_shard_that_overlaps_another() -> None:
     ours, theirs = (plan_of(4, 0, Partition(index, 2)) for index in range(2))
-    group = Directory()
+    group = GroupDirectory()
     for name, first in (("x", 0), ("y", 1)):  # two caches have made the same samples, cut differently
         spans = (Span((first, 0), (first + 2, 0)),)
         shard = HeldShard(name, 1, 100, theirs, spans)
-        group.sync(name, Report(theirs, 4, making=((0, 4),), added=(shard,), joins=True), 1.0)
-    report = Report(ours, 4, making=((0, 4),), exchange=8, joins=True)
+        group.sync(name, CacheReport(theirs, 4, making=((0, 4),), added=(shard,), joins=True), 1.0)
+    report = CacheReport(ours, 4, making=((0, 4),), exchange=8, joins=True)
     (copy,) = group.sync("a", report, 1.0).copies
     other = HeldShard(
         copy.content,
@@ -258,7 +265,7 @@ def test_an_exchange_takes_no_shard_that_overlaps_another() -> None:
         theirs,
         (Span((0, 0), (2, 0)),) if copy.content == "x" else (Span((1, 0), (3, 0)),),
     )
-    assert not group.sync("a", Report(ours, 4, making=((0, 4),), exchange=8, added=(other,)), 1.1).copies
+    assert not group.sync("a", CacheReport(ours, 4, making=((0, 4),), exchange=8, added=(other,)), 1.1).copies
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

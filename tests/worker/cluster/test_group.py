@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cachestream.worker.cluster.connection import ClusterOptions
-from cachestream.worker.cluster.directory import SILENT_S, Report
-from cachestream.worker.cluster.group import Group, identity_of
+from cachestream.worker.cluster.directory import SILENT_S, CacheReport
+from cachestream.worker.cluster.group import GroupActor, identity_of
 from cachestream.worker.order import Partition
 from tests.worker.cluster.group_model import plan_of
 
@@ -51,14 +51,14 @@ JOB, OPTIONS = JobOfGroup(), ClusterOptions("auto", group="g", transform="t1")
 )
 def test_a_cache_is_told_its_difference(job: JobOfGroup, options: ClusterOptions, difference: str) -> None:
     identity = identity_of(JOB, OPTIONS)  # type: ignore[arg-type]
-    group = Group(identity, None)
+    group = GroupActor(identity, None)
     assert group.join("a", identity, "server of a") == ""
     assert group.join("b", identity_of(job, options), "server of b") == difference  # type: ignore[arg-type]
 
 
 def test_what_caches_that_are_gone_had_in_common_binds_no_one() -> None:
     ours, theirs = (identity_of(replace(JOB, seed=seed), OPTIONS) for seed in (0, 1))  # type: ignore[arg-type]
-    group = Group(ours, None)
+    group = GroupActor(ours, None)
     assert group.join("a", ours, None) == ""
     assert group.join("b", theirs, None)
     group.leave("a")
@@ -69,8 +69,8 @@ def test_a_cache_that_has_joined_but_not_reported_stays_known(monkeypatch: pytes
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     identity = identity_of(JOB, OPTIONS)  # type: ignore[arg-type]
-    group = Group(identity, None)
-    first = Report(plan_of(4), 4, ((0, 4),), joins=True)
+    group = GroupActor(identity, None)
+    first = CacheReport(plan_of(4), 4, ((0, 4),), joins=True)
     for name in ("a", "b"):
         group.join(name, identity, f"server of {name}")
     assert group.sync("b", first)[0].is_known

@@ -86,7 +86,7 @@ def test_all_caches_hold_all_samples_and_each_unit_is_read_once(
     assert len(members.ray.actors("ShardServer")) == 4
     members.close()
     wait_until(lambda: not members.ray.actors("ShardServer"), "the actors of the caches have ended")
-    wait_until(lambda: not members.ray.actors("Group"), "the actor of the group has ended")
+    wait_until(lambda: not members.ray.actors("GroupActor"), "the actor of the group has ended")
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_the_actor_of_the_group_is_killed(members: Members, tmp_path: Path) -> N
     for _ in range(3):
         members.start(source)
     wait_until(lambda: members.caches[2].num_samples > 20, "the caches hold something")
-    for pid in members.ray.actors("Group"):
+    for pid in members.ray.actors("GroupActor"):
         os.kill(pid, signal.SIGKILL)
     members.wait(source.keys())
     assert reads(source) <= 1.5 * UNITS, [log_of(cache) for cache in members.caches]
