@@ -69,14 +69,12 @@ if __name__ == "__main__":
     settings = parser.parse_args()
     settings.cache = os.path.abspath(settings.cache)  # workers run in a folder of their own
     settings.remote = settings.remote if "://" in settings.remote else os.path.abspath(settings.remote)
+    retried = FailureConfig(max_failures=3)
     trainer = TorchTrainer(
         train,
         train_loop_config=vars(settings),
         scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=settings.gpu),
-        run_config=RunConfig(
-            storage_path=os.path.abspath(f"{settings.cache}-runs"),
-            failure_config=FailureConfig(max_failures=3),
-        ),
+        run_config=RunConfig(storage_path=f"{settings.cache}-runs", failure_config=retried),
     )
     last: dict[str, Any] = trainer.fit().metrics or {}
     print(f"epoch {last['epoch']}: {last['cachestream/batches']} batches on each worker so far")
