@@ -34,7 +34,7 @@ from cachestream.storage.status import describe_skipped, shortage_of_disk
 from cachestream.storage.telemetry import NO_SPACE, NOTHING_FREE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
 from cachestream.worker.child_process import ChildProcess, ForkServer
-from cachestream.worker.cluster.sharing import SharingProcess
+from cachestream.worker.cluster.supervision import SharingProcess
 from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErrors, was_suspended
 from cachestream.worker.job import Job, share, unpack
 from cachestream.worker.lister import Lister

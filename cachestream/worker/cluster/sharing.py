@@ -9,7 +9,6 @@ It may be killed at any point: the cache's claims and shards tell the next one w
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import socket
@@ -26,61 +25,24 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.filling import SharedPass
 from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.worker.child_process import ChildProcess, ForkServer
 from cachestream.worker.cluster.connection import ClusterOptions, connect
 from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line, spans_of
 from cachestream.worker.cluster.directory import CacheReport, HeldShard
 from cachestream.worker.cluster.group import GroupActor, ShardServer, identity_of
-from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
+from cachestream.worker.cluster.supervision import ALONE
+from cachestream.worker.health import LATER_PAUSE_S
 from cachestream.worker.job import Job, load_shared
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import block_size
-from cachestream.worker.processes import EXIT_FATAL, exit_code, exit_now, tie_to_supervisor
+from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
 
 SYNC_S: Final = 0.3
-_ALONE: Final = "no Ray cluster answers: filling alone"
 _OFFERED: Final = 2  # claims ready for each sampling process
 _MOST_FAILURES: Final = 5
 _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
 _EXCHANGES: Final = 8  # shards asked for at once
-
-logger = logging.getLogger("cachestream.worker")
-
-
-class SharingProcess:
-    """The supervisor's side: the process is started again whenever it ends.
-
-    `message` tells while the group does not answer.
-    """
-
-    def __init__(self, job: Job, server: ForkServer, job_fd: int) -> None:
-        self.process = ChildProcess(
-            "cachestream.worker.cluster.sharing", "sharing", server, job.sys_path, job_fd
-        )
-        self.message = ""
-
-    def begin(self, now_s: float) -> None:
-        self.process.start(now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Reap and restart the process; raises GiveUpError if the group refuses the cache."""
-        code = self.process.reap()
-        if code == EXIT_FATAL:
-            raise GiveUpError(self.process.last_output)
-        if code is not None:
-            logger.warning(
-                "the process that shares the filling ended with code %d: another one follows", code
-            )
-            self.process.start_at_s = now_s + LATER_PAUSE_S
-        if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
-            self.process.start(now_s)
-        if output := self.process.last_output:
-            self.message = _ALONE if output.rstrip().endswith(_ALONE) else ""
-
-
-# --- the process
 
 
 class FillingAlone:
@@ -110,7 +72,7 @@ class FillingAlone:
     def _note(self, reason: str) -> None:
         if not self._is_alone:
             self._is_alone = True
-            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{_ALONE}\n")
+            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{ALONE}\n")
 
     def _run(self) -> None:
         while not self._stop.wait(SYNC_S):

@@ -1,0 +1,46 @@
+"""The supervision of the process that shares a filling. The supervisor loads nothing else of this folder."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from cachestream.worker.child_process import ChildProcess, ForkServer
+from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
+from cachestream.worker.job import Job
+from cachestream.worker.processes import EXIT_FATAL
+
+ALONE: Final = "no Ray cluster answers: filling alone"
+
+logger = logging.getLogger("cachestream.worker")
+
+
+class SharingProcess:
+    """Starts the process, and starts it again whenever it ends.
+
+    `message` tells while the group does not answer.
+    """
+
+    def __init__(self, job: Job, server: ForkServer, job_fd: int) -> None:
+        self.process = ChildProcess(
+            "cachestream.worker.cluster.sharing", "sharing", server, job.sys_path, job_fd
+        )
+        self.message = ""
+
+    def begin(self, now_s: float) -> None:
+        self.process.start(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Reap and restart the process; raises GiveUpError if the group refuses the cache."""
+        code = self.process.reap()
+        if code == EXIT_FATAL:
+            raise GiveUpError(self.process.last_output)
+        if code is not None:
+            logger.warning(
+                "the process that shares the filling ended with code %d: another one follows", code
+            )
+            self.process.start_at_s = now_s + LATER_PAUSE_S
+        if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
+            self.process.start(now_s)
+        if output := self.process.last_output:
+            self.message = ALONE if output.rstrip().endswith(ALONE) else ""

@@ -1,0 +1,40 @@
+"""Without the options of a cluster no process of a worker loads Ray, or what uses it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cachestream import Cache
+from tests.worker.support import ROOT
+
+SCRIPT = """
+import sys
+import cachestream as cs
+import cachestream.worker.supervisor
+
+def loaded(rng):
+    return {"names": " ".join(name for name in sys.modules if name.split(".")[0] == "ray" or ".cluster." in name)}
+
+cache = cs.Cache(sys.argv[1], size_limit="20MB")
+with cs.start_worker(cache, cs.CallableSource(loaded, num_units=1), num_workers=1) as worker:
+    worker.wait(timeout_s=60)
+with cache.snapshot() as dataset:
+    print("sampling:", dataset[0]["names"])
+print("supervisor:", loaded(None)["names"])
+"""
+
+
+def test_no_process_loads_ray(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "cache"],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    ours = "cachestream.worker.cluster.connection cachestream.worker.cluster.supervision"
+    assert done.stdout.splitlines() == [f"sampling: {ours}", f"supervisor: {ours}"]
+    assert Cache(tmp_path / "cache").num_samples == 1
