@@ -50,7 +50,7 @@ from cachestream.worker.sampling.shard_writer import QuarantinedError
 from cachestream.worker.sampling.unit_reader import Stall, UnitRead
 
 LANES: Final = CALLS - 1  # calls of an actor besides a backup: one group is read while another is transformed
-GROUP_S: Final = 0.5
+GROUP_S: Final = 1.0
 GROUP_BYTES: Final = 8 << 20
 MOST_UNITS: Final = 256  # of a group
 BACKUP_S: Final = 2.0
