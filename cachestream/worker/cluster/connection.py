@@ -26,7 +26,8 @@ class ClusterOptions:
     `address`: the cluster's, as `ray.init` takes it. `num_actors`: actors that read units, with the options
     `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.
     `replicas`: the number of caches of the group that keep a shard; None for all. `exchange`: the share of a
-    cache's shards that is replaced by shards of others each epoch. `transform`: the fingerprint of the transform.
+    cache's shards that is replaced by shards of others each epoch. `transform`: the fingerprint of the
+    transform.
     """
 
     address: str
@@ -49,7 +50,7 @@ def import_ray() -> Any:
 
 
 def current_address() -> str:
-    """The address of the cluster that this process uses, or "auto": the one of this machine, or RAY_ADDRESS."""
+    """The address of the cluster of this process, or "auto": that of this machine, or RAY_ADDRESS."""
     ray = import_ray()
     return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else "auto"
 

@@ -83,7 +83,7 @@ class Copier:
             self._slot["state"] = FETCHING
 
     def run(self, until_s: float, held: Collection[str]) -> bool:
-        """Copy until `until_s`, except for the shards with the contents `held`; False if there is nothing to do."""
+        """Copy until `until_s`, but no shards with the contents `held`; False if there is nothing to do."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._begin(held)
             if not self._fetches:
@@ -150,7 +150,7 @@ class Copier:
         self._cache.reservations.cancel(fetch.reserved, self._owner.name)
 
     def _drop(self, fetch: _Fetch, reason: object) -> None:
-        """Give up a copy, and avoid its holder for some time; after some attempts the samples are made here."""
+        """Give up a copy, and avoid its holder for a while; after some attempts the samples are made here."""
         sys.stderr.write(f"no shard from {fetch.holder}: {last_line(reason)}\n")
         if not isinstance(reason, CorruptShardError | FileNotFoundError):  # it may well give others
             self._avoid_s[fetch.holder] = time.monotonic() + _AVOID_S

@@ -1,8 +1,8 @@
-"""The directory of a group of caches that share one filling: who makes which positions, and who holds which shards.
+"""The directory of a group of caches: who makes which positions, and who holds which shards.
 
 All caches of the group have the same pass: the same unit lies at the same position for each of them. The
-positions are cut into blocks. A cache makes the blocks that it is given, and copies the shards of the others.
-Nothing here does I/O or reads a clock: times come with the calls.
+positions are cut into blocks. A cache makes the blocks that it is given, and copies the shards of the
+others. Nothing here does I/O or reads a clock: times come with the calls.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Answer:
     """The decisions on a report.
 
     `make`: positions that the cache is to make. `done`: positions with which it is done without making them.
-    `copies`: shards that it is to copy. `is_known` is False for a cache that has to join (again). `ordinal`: the
-    highest ordinal of the passes of the group. `num_members`: the number of its caches.
+    `copies`: shards that it is to copy. `is_known` is False for a cache that has to join (again). `ordinal`:
+    the highest ordinal of the passes of the group. `num_members`: the number of its caches.
     """
 
     make: tuple[Range, ...] = ()
@@ -400,7 +400,7 @@ class GroupDirectory:
         wants: int,
         now_s: float,
     ) -> list[int]:
-        """Give the cache blocks to make: free ones, those whose samples are lost, or those that take too long.
+        """Give the cache blocks to make: free ones, those whose samples are lost, or those that take long.
 
         Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
         """

@@ -1,4 +1,4 @@
-"""The Ray actors of a group of caches that share one filling: its directory, and a shard server for each cache."""
+"""The Ray actors of a group of caches: its directory, and a shard server for each cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """An actor that reads units: it fetches, transforms and encodes their samples, and sends them in columns.
 
-It is an ordinary class; `remote_sampling` makes a Ray actor of it. A call of `read` takes a group of units, and
-yields what comes of them, in their order, as `ReadResult`s. Several calls may run at once: the reading of one
-group overlaps with the transforms of another.
+It is an ordinary class; `remote_sampling` makes a Ray actor of it. A call of `read` takes a group of units,
+and yields what comes of them, in their order, as `ReadResult`s. Several calls may run at once: the reading
+of one group overlaps with the transforms of another.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ReadResult:
 
 
 def outcome(sample: Failure | Several | None) -> Several | None:
-    """The transform of the receiver, for samples that did not come in columns: several of one, dropped, or failed."""
+    """The transform of the receiver for what did not come in columns: several samples, none, or an error."""
     if isinstance(sample, Failure):
         raise sample.error()
     return sample
@@ -214,7 +214,7 @@ class _PauseError(Exception):
 
 
 class _Fetchers:
-    """The fetchers of the calls that run, which one ReadTuner tunes; the lock of their UnitsReader is held."""
+    """The fetchers of the running calls, tuned by one ReadTuner; the lock of their UnitsReader is held."""
 
     def __init__(self) -> None:
         self.running: list[Fetcher] = []
@@ -390,7 +390,7 @@ class NotSetUpError(Exception):
 
 
 class ReadActor:
-    """The actor. It is set up by a call, whose errors reach the caller as they are, and not by its constructor."""
+    """The actor. A call sets it up, not its constructor: the errors of a call reach the caller as they are."""
 
     def __init__(self) -> None:
         self._reader: UnitsReader | None = None

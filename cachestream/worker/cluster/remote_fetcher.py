@@ -1,7 +1,7 @@
 """Units that are read elsewhere, in any order, and delivered in the order of their claims.
 
-The progress of a claim is one number, so the units of one claim are delivered in their order. Claims do not wait
-for one another: an actor that works on a large unit holds back only the few units of its claim.
+The progress of a claim is one number, so the units of one claim are delivered in their order. Claims do not
+wait for one another: an actor that works on a large unit holds back only the few units of its claim.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST_ASIDE: Final = 63  # as of a Fetcher
 class RemoteFetcher:
     """Units between two threads: the main thread submits them and takes deliveries, another has them read.
 
-    The bytes that wait are bounded by `max_bytes`, and by twice as many for units that are next in their claims:
-    these are delivered at once, so they make room, and can always continue.
+    The bytes that wait are bounded by `max_bytes`, and by twice as many for units that are next in their
+    claims: these are delivered at once, so they make room, and can always continue.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -47,7 +47,7 @@ class RemoteFetcher:
 
     @property
     def awaited(self) -> UnitRead | None:
-        """A unit that others of its claim wait for, as it does not answer; else the first unit, if none has come."""
+        """A unit that does not answer, and that others of its claim wait for; else the first, if none has come."""
         with self._lock:
             heads = [units[0] for units in self._claims.values()]
             stalled = [u for u in heads if u.stall is not None and u.is_awaited and self._is_followed(u)]

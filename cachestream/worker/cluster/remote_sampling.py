@@ -1,12 +1,12 @@
 """A sampling process that has its units read by actors of a Ray cluster.
 
-The process claims units, packs, reserves space, publishes and commits, as a local one does; reading, transforming
-and encoding is done by the actors (`read_actor`), which it starts, watches and kills. So the limit is kept by one
-process, and progress is committed with the shard, whatever dies elsewhere.
+The process claims units, packs, reserves space, publishes and commits, as a local one does; reading,
+transforming and encoding is done by the actors (`read_actor`), which it starts, watches and kills. So the
+limit is kept by one process, and progress is committed with the shard, whatever dies elsewhere.
 
-A unit whose actor dies is read again, alone in an actor, so that the next death has one cause. A unit that takes
-much longer than others is read by another actor as well, and what comes first counts: backup tasks (Dean and
-Ghemawat, "MapReduce: Simplified Data Processing on Large Clusters", OSDI 2004).
+A unit whose actor dies is read again, alone in an actor, so that the next death has one cause. A unit that
+takes much longer than others is read by another actor as well, and what comes first counts: backup tasks
+(Dean and Ghemawat, "MapReduce: Simplified Data Processing on Large Clusters", OSDI 2004).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class _Actor:
 class _Call:
     """A group of units that an actor reads; `alone`: nothing else is read by the actor meanwhile.
 
-    The unit at `index` is read now, since `unit_since_s`. The last result came at `heard_s`. `work_s`: the time
-    that the actor has spent on it.
+    The unit at `index` is read now, since `unit_since_s`. The last result came at `heard_s`. `work_s`: the
+    time that the actor has spent on it.
     """
 
     actor: _Actor

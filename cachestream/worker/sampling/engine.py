@@ -1,4 +1,4 @@
-"""The engine of a sampling process, which reads units: its interface, and the one that reads in local threads."""
+"""The engine of a sampling process, which reads units: its interface, and that of local threads."""
 
 from __future__ import annotations
 

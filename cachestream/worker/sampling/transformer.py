@@ -37,8 +37,8 @@ def to_records(made: Any, key: str) -> list[Table]:
 class Transformer:
     """Transforms samples; used by one thread at a time.
 
-    `encoding_since_s`: the time at which the transform of the last sample had returned. `transform_s`: the time
-    that transforms have taken.
+    `encoding_since_s`: the time at which the transform of the last sample had returned. `transform_s`: the
+    time that transforms have taken.
     """
 
     def __init__(self, transform: Callable[..., Any] | None, slot: Slot) -> None:
@@ -47,7 +47,7 @@ class Transformer:
         self.encoding_since_s = self.transform_s = 0.0
 
     def apply(self, plan: PassPlan, unit: Unit, offset: int, sample: Any) -> Any:
-        """The sample that the transform makes of the one at `offset` of `unit`; the board shows the unit meanwhile.
+        """The sample made of the one at `offset` of `unit`; the board shows the unit meanwhile.
 
         None for a sample that is dropped, a `Several` for several. Raises what the transform raises.
         """
