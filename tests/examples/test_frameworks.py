@@ -166,8 +166,8 @@ def test_the_second_of_two_hosts_fills_its_cache_from_that_of_the_first(run: Run
     (tmp_path / "waves").mkdir()
     for number in range(128):
         np.save(tmp_path / "waves" / f"{number:03d}.npy", np.full(256, number, np.float32))
-    launcher = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
-    launcher += (f"--rdzv-endpoint=127.0.0.1:{free_port()}",)
+    ranks = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
+    launcher = ("-m", "torch.distributed.run", *ranks, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     with ThreadPoolExecutor() as threads:
         hosts = [
             threads.submit(run, "two_hosts", *arguments, "--epochs", "1", launcher=launcher)
