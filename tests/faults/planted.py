@@ -47,8 +47,8 @@ FAULTS: Final = (
     ),
     Fault(
         "a shard and the progress of its units are one transaction",
-        r"(?P<rows>tables\.add\(\"written_samples\".*\n) {16}_commit\(tables, progress\)",
-        r"\g<rows>            with self._transaction() as tables:\n                _commit(tables, progress)",
+        r"(self\._enter\(tables, .*), progress\)\n",
+        r"\1, UnitProgress(progress.pass_id))\n            if is_wanted:\n                self.commit(progress)\n",
         "tests/storage/test_crash_points.py::test_publishing",
     ),
     Fault(

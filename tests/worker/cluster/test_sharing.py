@@ -83,7 +83,7 @@ def test_all_caches_hold_all_samples_and_each_unit_is_read_once(
     late = members.start(source, node=0)  # it comes late, and reads nothing
     members.wait(source.keys())
     assert reads(source) == before, log_of(late)
-    assert len(members.ray.actors("ShardServer")) == 4
+    wait_until(lambda: len(members.ray.actors("ShardServer")) == 4, "all shard servers run")
     members.close()
     wait_until(lambda: not members.ray.actors("ShardServer"), "the actors of the caches have ended")
     wait_until(lambda: not members.ray.actors("GroupActor"), "the actor of the group has ended")
