@@ -120,6 +120,19 @@ class WorkerOptions:
                 "share= needs order='shuffle' or 'sequential': all caches of a group have one order"
             )
 
+    def _check_group(self, cache: Cache, source_name: str, num_units: int | None) -> None:
+        """Raise ConfigError if this cache cannot share the filling from this source."""
+        if self.exchange and self.partition is None:
+            raise ConfigError(
+                "exchange= is between caches of which each has a share: give partition=(i, n), too"
+            )
+        if num_units is None:
+            raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
+        if held_out_share(cache)[0] is not None:
+            raise ConfigError(
+                "share= and holdout= do not go together yet: hold out by the loader, EpochLoader(split=)"
+            )
+
     def _cluster(self) -> ClusterOptions | None:
         if self.engine == "local" and self.share is None:
             return None
@@ -155,16 +168,8 @@ class WorkerOptions:
                 f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
             )
         _check_share(partition, num_units)
-        if self.exchange and partition is None:
-            raise ConfigError(
-                "exchange= is between caches of which each has a share: give partition=(i, n), too"
-            )
-        if self.share is not None and num_units is None:
-            raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
-        if self.share is not None and held_out_share(cache)[0] is not None:
-            raise ConfigError(
-                "share= and holdout= do not go together yet: hold out by the loader, EpochLoader(split=)"
-            )
+        if self.share is not None:
+            self._check_group(cache, source_name, num_units)
         kind, weights, sampler = check_order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()
