@@ -8,6 +8,7 @@ filling used meanwhile.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -50,6 +51,7 @@ def main(seconds: float = 60.0) -> None:
         bucket.rmdir()
         objects = int(1.1 * seconds * BYTES_PER_S / SAMPLE_BYTES)
         write_arrays(bucket, objects)
+        os.sync()  # the disk of a remote does not write while it is read
         with run_proxy(server.port, bytes_per_s=BYTES_PER_S) as proxy:
             options = server.options_through(proxy.port)
             begun_s = time.perf_counter()
