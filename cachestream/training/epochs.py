@@ -65,7 +65,7 @@ class EpochIteration:
         self.request = request
         self.epoch = request.epoch
         self.batches = request.done
-        self.end_step = request.first_step
+        self.end_step = request.first_step + request.done
         self.stage = Stage.BEGUN
         self.segment: Segment | None = None
         self.group: BatchGroup | None = None

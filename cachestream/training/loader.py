@@ -79,7 +79,7 @@ class EpochLoader:
             sequence, or a function `fn(step)` of the batches since the beginning of training, or `fn(epoch)`.
             Rank 0 calls it, for all steps of an epoch, when the epoch is prepared: during the one before. An
             epoch has as many samples as without; a source with fewer than are drawn repeats. After every
-            batch the samples of each source, over all ranks, differ from its share by less than 1.
+            whole batch the samples of each source, over all ranks, differ from its share by less than 1.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in

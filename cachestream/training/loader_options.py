@@ -67,8 +67,8 @@ class LoaderOptions:
     def to_record(self) -> dict[str, Any]:
         """The options that a manifest states. `sampler` is its class, "weights" or "mixture"."""
         by = None if self.sampler is None else type(self.sampler).__name__
-        named = [name for name in ("weights", "mixture") if getattr(self, name) is not None]
-        return self._in_common() | {"sampler": named[0] if named else by}
+        by = by if self.mixture is None else "mixture"
+        return self._in_common() | {"sampler": by if self.weights is None else "weights"}
 
     def _in_common(self) -> dict[str, Any]:
         names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")

@@ -64,7 +64,7 @@ class Mixture:
             elif self._by_epoch:
                 rows = [_row(given(epoch), f"mixture(epoch={epoch})", names)]
             else:
-                rows = [_row(given(step), f"mixture(step={step})", names) for step in steps]
+                rows = [_row(given(step), f"mixture(step={step})", names) for step in steps or [steps.start]]
             mine = {"names": names, "weights": pack_numbers(np.concatenate(rows), "<f8")}
         answer = ranks.agree(name, mine, cancelled)[0]
         self.names = tuple(answer["names"])
@@ -97,11 +97,9 @@ class Mixture:
     def _sources(self, snapshot: Snapshot) -> Numbers:
         """The number of the source of each sample, int16 `[num_samples]`; `len(names)` if it is unknown."""
         known, self._of_shards = self._of_shards, {}
-        for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
-            found = known.get(shard_id)
-            self._of_shards[shard_id] = (
-                _read(snapshot, shard_id, count, self.names) if found is None else found
-            )
+        for shard, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
+            found = known.get(shard)
+            self._of_shards[shard] = _read(snapshot, shard, count, self.names) if found is None else found
         return np.concatenate([np.empty(0, np.int16), *self._of_shards.values()])
 
 
@@ -163,9 +161,7 @@ def _parameter(function: Callable[..., Any]) -> str:
     try:
         return next(iter(inspect.signature(function).bind(0).arguments))
     except (TypeError, ValueError, StopIteration) as error:
-        raise ConfigError(
-            f"mixture={function!r}: give fn(step) or fn(epoch), of one number ({error})"
-        ) from error
+        raise ConfigError(f"mixture={function!r}: give fn(step), or fn(epoch) ({error})") from error
 
 
 def _row(given: Any, what: str, names: Sequence[str] | None = None) -> Floats:

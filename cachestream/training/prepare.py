@@ -188,8 +188,10 @@ class Preparer:
         if options.weights is not None:  # also where nothing is drawn: other ranks may have to draw
             options.weights.exchange(ranks, self._rounds(request)[1], cancelled)
         if options.mixture is not None:
-            begin, batch = request.first_step + request.done, options.batch_size * len(ranks.group)
-            steps = range(begin, begin + taken.snapshot.num_samples // batch + 1)
+            size = taken.snapshot.num_samples if taken.record is None else rebuild(taken.record)[0].size
+            size = min(size, size if (limit := self._remaining(request)) is None else limit)
+            batches = count_batches(size, options.batch_size, len(ranks.group), options.drop_last)
+            steps = range(request.first_step + request.done, request.first_step + request.done + batches)
             round_name = self._rounds(request)[1]
             options.mixture.agree(self._cache, request.epoch, steps, ranks, round_name, cancelled)
         record = taken.record or self._draw(request, dataset, cancelled)

@@ -188,6 +188,38 @@ def test_resumed_at_every_step_the_batches_are_the_same_and_the_weights_go_on(ne
     assert seen == 23
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_schedule_is_asked_for_the_steps_of_the_epoch_and_no_others(
+    drop_last: bool, new_mix: NewMix
+) -> None:
+    cache, asked = new_mix(a=20, b=27), []
+
+    def schedule(step: int) -> list[int]:
+        asked.append(step)
+        return [1, 1]
+
+    options: dict[str, Any] = {"mixture": schedule, "drop_last": drop_last}
+    steps = 11 if drop_last else 12
+    with EpochLoader(cache, 4, **options) as loader:
+        assert len(loader) == steps
+        assert asked[:steps] == list(range(steps))
+        batches = iter(loader)
+        for _ in range(7):
+            next(batches)
+        state = loader.state_dict()
+    asked.clear()
+    with EpochLoader(cache, 4, **options) as loader:
+        loader.load_state_dict(state)
+        assert len(loader) == steps
+        assert asked[: steps - 7] == list(range(7, steps))
+        assert asked[steps - 7 : steps - 6] in ([], [steps])  # of the next epoch
+    asked.clear()
+    with EpochLoader(cache, 4, **options, epoch_size=20) as loader:
+        assert len(loader) == 5
+        assert asked[:5] == list(range(5))
+        assert asked[5:6] in ([], [5])
+
+
 def test_the_step_goes_on_over_jumps_breaks_and_a_close(new_mix: NewMix) -> None:
     asked: list[int] = []
 
@@ -341,9 +373,9 @@ def test_a_damaged_shard_is_left_out(new_mix: NewMix) -> None:
         (3, "for each source"),
         ("half", "could not convert"),
         ({"a": None}, "must be a real number|not 'NoneType'|finite"),
-        (lambda: [1], r"give fn\(step\) or fn\(epoch\)"),
-        (lambda step, loss: [step, loss], r"give fn\(step\) or fn\(epoch\)"),
-        (max, r"give fn\(step\) or fn\(epoch\)"),
+        (lambda: [1], r"give fn\(step\), or fn\(epoch\)"),
+        (lambda step, loss: [step, loss], r"give fn\(step\), or fn\(epoch\)"),
+        (max, r"give fn\(step\), or fn\(epoch\)"),
     ],
 )
 def test_what_can_be_no_mixture_is_refused_at_once(mixture: Any, message: str, new_mix: NewMix) -> None:
