@@ -336,7 +336,7 @@ def read_loaders(directory: Directory) -> list[LoaderReport]:
             with open(path, encoding="utf-8") as file:
                 numbers = json.loads(file.read())
             epochs = tuple((number, samples, began_s) for number, samples, began_s in numbers.pop("epochs"))
-            mixture = {name: SourceStats(*row) for name, row in numbers.pop("mixture").items()}
+            mixture = {name: SourceStats(*row) for name, row in numbers.pop("mixture", {}).items()}
             if is_held(path):
                 found.append(LoaderReport(**numbers, epochs=epochs, mixture=mixture))
     return sorted(found, key=lambda report: (report.rank, report.pid))

@@ -189,7 +189,8 @@ class Preparer:
             options.weights.exchange(ranks, self._rounds(request)[1], cancelled)
         if options.mixture is not None:
             size = taken.snapshot.num_samples if taken.record is None else rebuild(taken.record)[0].size
-            size = min(size, size if (limit := self._remaining(request)) is None else limit)
+            limit = self._remaining(request)
+            size = size if limit is None else min(size, limit)
             batches = count_batches(size, options.batch_size, len(ranks.group), options.drop_last)
             steps = range(request.first_step + request.done, request.first_step + request.done + batches)
             round_name = self._rounds(request)[1]

@@ -441,6 +441,23 @@ def test_a_cache_of_one_source_has_no_mixture(new_cache: NewCache) -> None:
         next(iter(loader))
 
 
+def test_a_curriculum_of_the_same_weights_lets_the_filling_follow_the_plan(tmp_path: Path) -> None:
+    mixed = cs.mix({"a": ([{"x": n} for n in range(200)], 1), "b": ([{"x": n} for n in range(200)], 1)})
+    source_of = np.array([mixed.locate(unit)[0] for unit in range(400)])
+
+    def follow(progress: float) -> Floats:
+        return np.where(source_of == 0, 1.0, 0.1 if progress < 0.25 else 10.0)
+
+    with cs.Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache:
+        with cs.start_worker(cache, mixed, num_workers=1, concurrency=1, order=follow) as worker:
+            assert worker.wait(60)
+        with EpochLoader(cache, 100, shuffle=False, with_keys=True) as loader:  # as they arrived
+            first, second, *_ = [Counter(sources_of(batch)) for batch in loader]
+        assert cache.num_samples == 400
+    assert first["a"] > 75
+    assert second["b"] > 75
+
+
 def test_a_worker_fills_from_named_sources_and_the_loader_draws_by_name(tmp_path: Path) -> None:
     web = [{"x": np.full(16, n, np.float32)} for n in range(90)]
     code = [{"x": np.full(16, -1 - n, np.float32)} for n in range(10)]
