@@ -97,7 +97,8 @@ class LoaderOptions:
                 raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
         if self.mixture is not None and (draws or self.locality is not None or not self.shuffle):
             raise ConfigError(
-                "mixture= says what is drawn, at random: it goes without sampler=, weights=, locality= and shuffle=False"
+                "mixture= says what is drawn, at random: it goes without sampler=, weights=, locality= and "
+                "shuffle=False"
             )
         with_keys = self.with_keys or self.weights is not None
         options = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]

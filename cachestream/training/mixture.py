@@ -79,8 +79,8 @@ class Mixture:
         absent = " or ".join(names[i] for i in np.flatnonzero(~cached & weights.any(axis=0)))
         if not (weights * cached).any(axis=1).all():
             raise NotEnoughSamplesError(
-                f"{snapshot.root}: mixture= asks for {absent} alone, of which no sample is cached: wait for more "
-                "(min_samples=), or give another source a weight at first"
+                f"{snapshot.root}: mixture= asks for {absent} alone, of which no sample is cached: "
+                "wait for more (min_samples=), or give another source a weight at first"
             )
         if absent:
             logger.warning("%s: no sample of %s is cached; others come instead", snapshot.root, absent)
@@ -151,7 +151,8 @@ def source_names(source: str | None, where: str) -> tuple[str, ...]:
     kind, listed = [*(source or "").split(":"), ""][:2]
     if kind != "mix":
         raise ConfigError(
-            f"mixture= is for a cache of several sources, and {where} is none: fill it from cs.mix({{name: (source, weight)}})"
+            f"mixture= is for a cache of several sources, and {where} is none: "
+            "fill it from cs.mix({name: (source, weight)})"
         )
     return tuple(map(str, range(int(listed)))) if listed.isdecimal() else tuple(listed.split(","))
 

@@ -192,7 +192,8 @@ def metrics(
     Of the loader: `epoch`, `epoch_samples` and `epoch_shards` (what the epoch is drawn from), `batches`,
     `samples` and `skipped_samples` (since the loader was made), `samples_per_s` and `data_wait_share` (of
     this epoch: 0.1 is a tenth of the time spent waiting for data), `data_wait_s`, `epoch_gap_s`, `prepare_s`,
-    `reuse_factor` (samples drawn over distinct ones), `share_of_NAME` of each source of a mixture. Of the cache: `cache_samples`, `cache_shards`,
+    `reuse_factor` (samples drawn over distinct ones), `share_of_NAME` of each source of a mixture.
+    Of the cache: `cache_samples`, `cache_shards`,
     `cache_bytes`, `cache_limit_bytes`, `cache_used_share`, `cache_leased_bytes`, `evicted_samples`,
     `evicted_unused_samples` (before an epoch used them), `failed_samples`, `quarantined_shards`,
     `epoch_waits` (how often a full cache waited for the next epoch), `fill_pass` and `fill_pass_done` (the
