@@ -80,9 +80,13 @@ class Interleaving:
 class MixSource:
     """The source that `mix` returns."""
 
-    def __init__(self, sources: Iterable[Source], weights: Iterable[float]) -> None:
+    def __init__(
+        self, sources: Iterable[Source], weights: Iterable[float], names: Iterable[str] = ()
+    ) -> None:
         self.sources = tuple(sources)
         self.weights = tuple(weights)
+        given = ",".join(names)  # the loader reads them in the fingerprint
+        self.names = tuple(given.split(",") if given else map(str, range(len(self.sources))))
         whole = _whole_numbers(self.weights)
         self._turns = Interleaving(whole)
         lengths = [units_of(source) for source in self.sources]
@@ -92,7 +96,7 @@ class MixSource:
                 self._turns.turns_for(i, length) for i, length in enumerate(lengths) if length is not None
             )
         parts = [f"{weight}*{source.fingerprint}" for weight, source in zip(whole, self.sources, strict=True)]
-        self.fingerprint = f"mix:{len(parts)}:{digest_of(parts)}"
+        self.fingerprint = f"mix:{given or len(parts)}:{digest_of(parts)}"
         self.listing_digest = digest_of(map(listing_digest_of, self.sources))
 
     def locate(self, unit: int) -> tuple[int, int, int]:
@@ -110,7 +114,7 @@ class MixSource:
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of the source's unit that `unit` stands for."""
         index, inner, cycle = self.locate(unit)
-        prefix = f"{index}.{cycle}" if cycle else f"{index}"
+        prefix = f"{self.names[index]}.{cycle}" if cycle else self.names[index]
         for key, sample in self.sources[index].read(inner, rng):
             yield f"{prefix}/{key}", sample
 

@@ -74,6 +74,7 @@ SOURCE_OPTIONS: Final = (
 )
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_NAME: Final = re.compile(r"[A-Za-z][\w-]{0,31}", re.ASCII)  # of a source in a mix
 _MULTI_SAMPLE: Final = ("tar", "parquet", "tfrecord", "arrow")  # formats of many samples in a file
 # Names such as "train-00000-of-00002", without an ending that tells the format.
 _NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
@@ -143,8 +144,9 @@ def open_source(what: Any, **options: Any) -> Source:
     raise ConfigError(f"open_source() cannot read {_describe(what)}")
 
 
-def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: Any) -> MixSource:
-    """Mix several sources, given as `{source: weight}` or as pairs, in proportion to their weights.
+def mix(sources: Mapping[Any, Any] | Iterable[tuple[Any, float]], **options: Any) -> MixSource:
+    """Mix several sources, given as `{source: weight}`, as pairs, or as `{name: (source, weight)}`, in
+    proportion to their weights.
 
     A source is a Source, or anything that `open_source` takes, which is opened with `options`. The proportion
     is that of units: a tar counts as one unit, as does a file. Units take turns, so that any number of first
@@ -153,14 +155,18 @@ def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: A
 
     A pass is so long that every unit of every source comes at least once; units of shorter sources come
     again. If one source is endless so is the mix, and the others are repeated, each time in another order.
-    Keys begin with the number of the source, "0/", and from the second time on also with the number of times
-    that the unit came before: "0.1/". All sources must have the same fields.
+    Keys begin with the name of the source, or its number, "0/", and from the second time on also with
+    the number of times that the unit came before: "0.1/". All sources must have the same fields.
 
-    Raises ConfigError for weights that are not above 0, and the errors of `open_source`.
+    Raises ConfigError for weights that are not above 0 and for names of other than letters, digits, "-" and
+    "_", and the errors of `open_source`.
     """
     pairs: list[Any] = []
+    names: list[Any] = []
     if isinstance(sources, Iterable):
         pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
+    if isinstance(sources, Mapping) and any(isinstance(value, tuple | list) for value in sources.values()):
+        names, pairs = list(sources), list(sources.values())
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise ConfigError("mix() takes {source: weight}, or a list of pairs (source, weight), at least one")
     for _, weight in pairs:
@@ -169,8 +175,10 @@ def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: A
             raise ConfigError(
                 f"mix(): the weight {weight!r} must be a number above 0; leave out what has none"
             )
+    if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+        raise ConfigError(f"mix(): names are a letter and up to 31 letters, digits, '-' and '_': {names}")
     opened = [what if is_source(what) else open_source(what, **options) for what, _ in pairs]
-    return MixSource(opened, [float(weight) for _, weight in pairs])
+    return MixSource(opened, [float(weight) for _, weight in pairs], names)
 
 
 def _bounded(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import secrets
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -213,6 +213,16 @@ EPOCHS_REPORTED: Final = 64
 _LOADER_PREFIX: Final = "loader-"
 
 
+class SourceStats(NamedTuple):
+    """One source of a mixture: the samples `drawn` by all ranks of the cache since the loader was made, their
+    `share` of all, and those `repeated`: drawn again in a pass over the snapshot.
+    """
+
+    drawn: int
+    share: float
+    repeated: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
     """Statistics of an `EpochLoader`. Counts are of this rank, except `epoch_samples` and `reuse_factor`.
@@ -223,7 +233,7 @@ class LoaderStats:
     last batch of the previous epoch and the first of this one. `samples_per_s`: the rate of this epoch,
     training included. `epoch_samples`: the samples that the passes of the epoch so far were drawn from, in
     `shards` shards. `reuse_factor`: samples drawn over (expected) distinct samples drawn, so far.
-    `prepare_s`: the duration of the last preparation.
+    `prepare_s`: the duration of the last preparation. `mixture`: the sources of a mixture, by name.
     """
 
     epoch: int
@@ -239,6 +249,7 @@ class LoaderStats:
     samples_per_s: float
     reuse_factor: float
     prepare_s: float
+    mixture: Mapping[str, SourceStats] = field(default_factory=dict, kw_only=True)
 
     def _repr_html_(self) -> str:
         rows = {
@@ -249,6 +260,8 @@ class LoaderStats:
             "waiting": f"{self.wait_share:.1%}, in this epoch {self.epoch_wait_share:.1%}",
             "reuse": f"{self.reuse_factor:.2f} times",
         }
+        if self.mixture:
+            rows["mixture"] = ", ".join(f"{name} {one.share:.1%}" for name, one in self.mixture.items())
         return table(f"Loader, epoch {self.epoch}", rows)
 
 
@@ -323,8 +336,9 @@ def read_loaders(directory: Directory) -> list[LoaderReport]:
             with open(path, encoding="utf-8") as file:
                 numbers = json.loads(file.read())
             epochs = tuple((number, samples, began_s) for number, samples, began_s in numbers.pop("epochs"))
+            mixture = {name: SourceStats(*row) for name, row in numbers.pop("mixture", {}).items()}
             if is_held(path):
-                found.append(LoaderReport(**numbers, epochs=epochs))
+                found.append(LoaderReport(**numbers, epochs=epochs, mixture=mixture))
     return sorted(found, key=lambda report: (report.rank, report.pid))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,7 +56,7 @@ class EpochIteration:
     """An iteration that began with `request`, after `batches` of its epoch. Used by one thread at a time.
 
     `segment`: that of the last batch, None before the first. `group`: the batches taken from the queue.
-    `iterator`: the trainer's iterator.
+    `iterator`: the trainer's iterator. `end_step`: the number of batches up to the end of the epoch.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EpochIteration:
         self.request = request
         self.epoch = request.epoch
         self.batches = request.done
+        self.end_step = request.first_step + request.done
         self.stage = Stage.BEGUN
         self.segment: Segment | None = None
         self.group: BatchGroup | None = None
@@ -199,8 +201,8 @@ class EpochIteration:
         """Move into `segment`, whose first batch has come."""
         self._count_reuse()
         self._schedule.enter_segment(segment)
-        self.stage, self.segment = Stage.RUNNING, segment
-        self._meter.enter_snapshot(segment.snapshot)
+        self.stage, self.segment, self.end_step = Stage.RUNNING, segment, segment.end_step
+        self._meter.enter_segment(segment)
         if self._recorder is not None and (ranks := self._pipeline.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
@@ -252,6 +254,7 @@ class EpochSequence:
         self._schedule = pipeline.schedule
         self._recorder = recorder
         self._timeout_s = options.timeout_s
+        self._has_mixture = options.mixture is not None
         self._meter = Meter(directory, pipeline.preparer)
         self._iteration: EpochIteration | None = None
         self._planned = Request(0, 0)
@@ -349,8 +352,10 @@ class EpochSequence:
     @property
     def _next_request(self) -> Request:
         """The planned request; that of the last iteration if it failed before its first batch."""
-        failed = self._iteration
-        return failed.request if failed is not None and failed.failed_early else self._planned
+        last = self._iteration
+        if last is None:
+            return self._planned
+        return last.request if last.failed_early else replace(self._planned, first_step=last.end_step)
 
     def _prepared_epoch(self) -> int:
         """The running epoch, otherwise the next one, which is prepared, also again after a failure."""
@@ -372,7 +377,7 @@ class EpochSequence:
         """Jump to the epoch given to `set_epoch`, unless it is the planned one."""
         wanted = self._wanted_epoch
         if wanted is not None and wanted != self._next_request.epoch:
-            self.jump(Request(0, wanted))
+            self.jump(Request(0, wanted, first_step=self._next_request.first_step))
         self._wanted_epoch = None
 
     def _join_job(self) -> None:
@@ -384,7 +389,8 @@ class EpochSequence:
 
     def to_state(self) -> dict[str, Any]:
         """The state after the delivered batches."""
-        return (self._closed_at or self._rest()).to_state()
+        request = self._closed_at or self._rest()
+        return request.to_state() | ({"first_step": request.first_step} if self._has_mixture else {})
 
     def _rest(self) -> Request:
         """The request for what follows the delivered batches."""
@@ -393,7 +399,7 @@ class EpochSequence:
         in_progress = running is not None and running.segment is not None
         if in_progress or self._wanted_epoch in {None, request.epoch}:
             return request
-        return Request(0, self.epoch)
+        return Request(0, self.epoch, first_step=self._next_request.first_step)
 
     def resume_from(self, request: Request) -> None:
         """Go on with `request`, that of a state."""

@@ -17,6 +17,7 @@ from cachestream.storage.settings import choose_split
 from cachestream.training.epochs import EpochIteration, EpochSequence
 from cachestream.training.loader_options import LoaderOptions, check_objects, make_weights, refuse_unknown
 from cachestream.training.manifests import Recorder
+from cachestream.training.mixture import Mixture
 from cachestream.training.pipeline import Pipeline
 from cachestream.training.segment import Request
 
@@ -74,6 +75,11 @@ class EpochLoader:
         split: "train", the samples that are not held out, or "held-out", the others: chosen by a hash of the
             key, the same on every run, node and resume. None: all samples, or "train" if `holdout` is given.
         holdout: the share of the samples that is held out, such as 0.05; the cache stores it for all users.
+        mixture: the weights of the sources of a cache that is filled from `cs.mix`: a mapping by name, a
+            sequence, or a function `fn(step)` of the batches since the beginning of training, or `fn(epoch)`.
+            Rank 0 calls it, for all steps of an epoch, when the epoch is prepared: during the one before. An
+            epoch has as many samples as without; a source with fewer than are drawn repeats. After every
+            whole batch the samples of each source, over all ranks, differ from its share by less than 1.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in
@@ -104,6 +110,7 @@ class EpochLoader:
         ragged: Ragged = "list",
         split: str | None = None,
         holdout: float | None = None,
+        mixture: Any = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, EpochLoader.__init__)
@@ -123,6 +130,7 @@ class EpochLoader:
             locality=locality,
             with_keys=with_keys,
             ragged=ragged,
+            mixture=None if mixture is None else Mixture(mixture),
         ).checked(replay)
         self._options = options = replace(options, split=choose_split(cache, split, holdout))
         self.cache = cache

@@ -25,6 +25,7 @@ from cachestream.training.weights import KeyWeights
 
 if TYPE_CHECKING:
     from cachestream.schema import Split
+    from cachestream.training.mixture import Mixture
     from cachestream.training.samplers import SamplerLike
 
 _HINTS: Final = {
@@ -53,18 +54,20 @@ class LoaderOptions:
     locality: int | None
     with_keys: bool
     ragged: Ragged
+    mixture: Mixture | None = None
     replay: Replay | None = None
     split: Split | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
         return self._in_common() | {
-            name: getattr(self, name) is not None for name in ("sampler", "replay", "weights")
+            name: getattr(self, name) is not None for name in ("sampler", "replay", "weights", "mixture")
         }
 
     def to_record(self) -> dict[str, Any]:
-        """The options that a manifest states. `sampler` is the class of the sampler, or "weights"."""
+        """The options that a manifest states. `sampler` is its class, "weights" or "mixture"."""
         by = None if self.sampler is None else type(self.sampler).__name__
+        by = by if self.mixture is None else "mixture"
         return self._in_common() | {"sampler": by if self.weights is None else "weights"}
 
     def _in_common(self) -> dict[str, Any]:
@@ -92,12 +95,17 @@ class LoaderOptions:
             check_sampler(self.sampler)
             if self.weights is not None:
                 raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
+        if self.mixture is not None and (draws or self.locality is not None or not self.shuffle):
+            raise ConfigError(
+                "mixture= says what is drawn, at random: it goes without sampler=, weights=, locality= and "
+                "shuffle=False"
+            )
         with_keys = self.with_keys or self.weights is not None
         options = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]
         return options if replay is None else options._of_replay(parse_path(replay, "replay"))
 
     def _of_replay(self, path: str) -> LoaderOptions:
-        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality"):
+        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality", "mixture"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
         # Orders end where the recorded ones did: the samples at the end were a batch, and are not dropped.

@@ -187,6 +187,14 @@ class Preparer:
         dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
         if options.weights is not None:  # also where nothing is drawn: other ranks may have to draw
             options.weights.exchange(ranks, self._rounds(request)[1], cancelled)
+        if options.mixture is not None:
+            size = taken.snapshot.num_samples if taken.record is None else rebuild(taken.record)[0].size
+            limit = self._remaining(request)
+            size = size if limit is None else min(size, limit)
+            batches = count_batches(size, options.batch_size, len(ranks.group), options.drop_last)
+            steps = range(request.first_step + request.done, request.first_step + request.done + batches)
+            round_name = self._rounds(request)[1]
+            options.mixture.agree(self._cache, request.epoch, steps, ranks, round_name, cancelled)
         record = taken.record or self._draw(request, dataset, cancelled)
         order, bounds = rebuild(record)
         missing = 0
@@ -194,11 +202,12 @@ class Preparer:
             given = request.records.get(self._cache.cache_id) or next(iter(request.records.values()))
             missing = rebuild(given)[0].size - (0 if taken.record is None else order.size)
         plan, total = self._plan(request, order.size, bounds)
+        order = translate(order, record, taken.snapshot)
         return Segment(
             request,
             dataset,
             taken.maps,
-            translate(order, record, taken.snapshot),
+            order,
             plan,
             ranks.group.index(ranks.rank),
             total + taken.later_batches,
@@ -207,6 +216,7 @@ class Preparer:
             with_keys=options.with_keys,
             ragged=options.ragged,
             transform_key=mix_key(options.seed, request.epoch, ranks.rank),
+            sources=None if options.mixture is None else options.mixture.sources_in(order, taken.snapshot),
         )
 
     def _draw(self, request: Request, dataset: EpochDataset, cancelled: Callable[[], bool]) -> SegmentRecord:
@@ -220,10 +230,13 @@ class Preparer:
         size = snapshot.num_samples if limit is None else min(snapshot.num_samples, limit)
         split = None if options.split is None else options.split.name
         record = SegmentRecord(snapshot.shard_ids, snapshot.counts, "shuffled", size, key, split=split)
-        if (weights := options.weights) is not None:
+        if options.weights is not None or options.mixture is not None:
             mine: Payload | None = None
-            if ranks.leads:
+            if ranks.leads and (weights := options.weights) is not None:
                 mine = {"drawn": pack_numbers(draw(weights.of_snapshot(snapshot), size, key))}
+            elif ranks.leads and (mixture := options.mixture) is not None:
+                batch = options.batch_size * len(ranks.group)
+                mine = {"drawn": pack_numbers(mixture.draw(snapshot, batch, size, key))}
             listed = unpack_numbers(ranks.share(order, mine, cancelled)["drawn"])
             return replace(record, kind="listed", drawn=len(listed), listed=listed)
         if options.sampler is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.mapped_shards import EpochMaps, SampleLocations
     from cachestream.training.dataset import EpochDataset
+    from cachestream.training.mixture import SegmentSources
     from cachestream.training.plan import Plan, SampleOrder
 
 _VERSION: Final = 3  # of states
@@ -36,7 +37,8 @@ class Request:
 
     `total`: the number of batches in the epoch, None until its first segment is agreed. `generation`: the
     number of jumps (set_epoch, load_state_dict) so far; a jump makes earlier segments stale. `records`: the
-    segment to resume, from a checkpoint, for each cache by its id.
+    segment to resume, from a checkpoint, for each cache by its id. `first_step`: the number of batches in all
+    epochs before.
     """
 
     generation: int
@@ -46,6 +48,7 @@ class Request:
     drawn: int = 0
     total: int | None = None
     records: Mapping[str, SegmentRecord] | None = None
+    first_step: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """The request as the `state_dict` of a loader.
@@ -77,7 +80,8 @@ class Request:
                     f"this state has version {state['version']}, and this cachestream reads {_VERSION}"
                 )
             epoch, done, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
-            if epoch < 0 or done < 0:
+            first_step = int(state.get("first_step", 0))
+            if epoch < 0 or done < 0 or first_step < 0:
                 raise ValueError(f"epoch {epoch}, batch {done}")
             if segment is None:
                 if done:
@@ -85,13 +89,14 @@ class Request:
                         f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from is missing; "
                         "pass all that state_dict() gave"
                     )
-                return cls(0, epoch)
+                return cls(0, epoch, first_step=first_step)
             values = json.loads(segment)
             records = {
                 str(cache_id): SegmentRecord.from_state(record)
                 for cache_id, record in values["caches"].items()
             }
-            return cls(0, epoch, int(values["index"]), done, int(values["drawn_by_all"]), records=records)
+            drawn = int(values["drawn_by_all"])
+            return cls(0, epoch, int(values["index"]), done, drawn, None, records, first_step)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -109,7 +114,7 @@ class Segment:
     has. `caches`: the records of the job's caches by id, each with the number of its ranks; empty if all
     ranks share one. `with_keys`: batches hold their samples' keys. `ragged`: the form of fields whose shape
     varies. `locations`: those of the samples, in blocks. `transform_key`: seeds the generators of
-    `batch_transform`.
+    `batch_transform`. `sources`: those of a mixture.
     """
 
     request: Request
@@ -126,11 +131,17 @@ class Segment:
     ragged: Ragged = "list"
     locations: Iterable[SampleLocations] = ()
     transform_key: int = 0
+    sources: SegmentSources | None = None
 
     @property
     def last(self) -> bool:
         """True if the epoch ends with this segment."""
         return self.request.done + self.plan.num_batches >= self.total
+
+    @property
+    def end_step(self) -> int:
+        """The number of batches up to the end of the epoch."""
+        return self.request.first_step + self.total
 
     @property
     def snapshot(self) -> Snapshot:
@@ -159,7 +170,7 @@ class Segment:
         """The request for the epoch's next segment, or the next epoch."""
         request = self.request
         if self.last:
-            return Request(request.generation, request.epoch + 1)
+            return Request(request.generation, request.epoch + 1, first_step=self.end_step)
         return Request(
             request.generation,
             request.epoch,
@@ -167,6 +178,7 @@ class Segment:
             request.done + self.plan.num_batches,
             self.drawn_after(self.plan.num_batches),
             self.total,
+            first_step=request.first_step,
         )
 
     def share_drawn(self, batches: int) -> float:
@@ -177,11 +189,12 @@ class Segment:
         """The request for the rest of the epoch after `done` batches, the last of them from this segment."""
         batches, request = done - self.request.done, self.request
         if done >= self.total:
-            return Request(0, request.epoch + 1)
+            return Request(0, request.epoch + 1, first_step=self.end_step)
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
         for cache_id, (record, ranks) in self.caches.items():
             left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
-        return Request(0, request.epoch, request.index, done, self.drawn_after(batches), records=left)
+        drawn = self.drawn_after(batches)
+        return Request(0, request.epoch, request.index, done, drawn, None, left, request.first_step)
 
     def close(self) -> None:
         """Release the lease on the shards; maps in use by a gather stay until it ends."""
@@ -213,7 +226,8 @@ class SegmentChain:
             self.next = replace(request, generation=self.generation)
             self.failure = None
         elif self.next.epoch < epoch:
-            self.next = Request(self.generation, epoch)
+            end_step = self.next.first_step + (self.next.total or 0)
+            self.next = Request(self.generation, epoch, first_step=end_step)
         self.trained_epoch = epoch
         self.prepared = deque(s for s in self.prepared if not self.is_stale(s.request))
         if self.failure is not None and self.is_stale(self.failure[0]):

@@ -13,6 +13,7 @@ import numpy as np
 from cachestream.errors import ConfigError
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.telemetry import EPOCHS_REPORTED, LoaderFile, LoaderReport, LoaderStats
+from cachestream.training.mixture import SourceCounts
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cachestream.storage.status import CacheStatus
     from cachestream.training.loader import EpochLoader
     from cachestream.training.prepare import Preparer
+    from cachestream.training.segment import Segment
 
 _REPORT_S: Final = 0.25  # between two reports, at least
 _NONE: Final = np.empty(0, np.int64)
@@ -87,6 +89,7 @@ class Meter:
         self._shard_ids: IntArray = _NONE  # that the epoch is drawn from
         self._epoch_samples = 0  # in these shards
         self.reuse = Reuse()
+        self._sources = SourceCounts()
 
     def begin_epoch(self, number: int) -> None:
         """Begin epoch `number`."""
@@ -98,8 +101,11 @@ class Meter:
         self._before = replace(self._counts)
         self._shard_ids, self._epoch_samples = _NONE, 0
 
-    def enter_snapshot(self, snapshot: Snapshot) -> None:
-        """Begin a pass of the epoch over `snapshot`."""
+    def enter_segment(self, segment: Segment) -> None:
+        """Begin a pass of the epoch."""
+        if segment.sources is not None:
+            self._sources.enter(segment.sources, segment.plan, self._counts.batches)
+        snapshot = segment.snapshot
         new = np.isin(snapshot.shard_ids, self._shard_ids, invert=True, assume_unique=True)
         self._shard_ids = np.concatenate([self._shard_ids, snapshot.shard_ids[new]])
         self._epoch_samples += int(snapshot.counts[new].sum())
@@ -142,6 +148,7 @@ class Meter:
             samples_per_s=samples / epoch_s if samples and epoch_s > 0 else 0.0,
             reuse_factor=self.reuse.factor,
             prepare_s=self._preparer.last_s,
+            mixture=self._sources.stats(counts.batches),
         )
 
     def close(self) -> None:
@@ -185,7 +192,8 @@ def metrics(
     Of the loader: `epoch`, `epoch_samples` and `epoch_shards` (what the epoch is drawn from), `batches`,
     `samples` and `skipped_samples` (since the loader was made), `samples_per_s` and `data_wait_share` (of
     this epoch: 0.1 is a tenth of the time spent waiting for data), `data_wait_s`, `epoch_gap_s`, `prepare_s`,
-    `reuse_factor` (samples drawn over distinct ones). Of the cache: `cache_samples`, `cache_shards`,
+    `reuse_factor` (samples drawn over distinct ones), `share_of_NAME` of each source of a mixture.
+    Of the cache: `cache_samples`, `cache_shards`,
     `cache_bytes`, `cache_limit_bytes`, `cache_used_share`, `cache_leased_bytes`, `evicted_samples`,
     `evicted_unused_samples` (before an epoch used them), `failed_samples`, `quarantined_shards`,
     `epoch_waits` (how often a full cache waited for the next epoch), `fill_pass` and `fill_pass_done` (the
@@ -224,6 +232,7 @@ def _of_loader(stats: LoaderStats) -> dict[str, float]:
         "epoch_gap_s": stats.gap_s,
         "prepare_s": stats.prepare_s,
         "reuse_factor": stats.reuse_factor,
+        **{f"share_of_{name}": figures.share for name, figures in stats.mixture.items()},
     }
 
 

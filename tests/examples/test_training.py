@@ -52,5 +52,21 @@ def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_p
     assert epochs(3).startswith("epoch 2: 270 samples")
 
 
+@pytest.mark.usefixtures("forked")
+def test_the_example_draws_from_two_texts_what_was_planned() -> None:
+    done = fork_script(
+        ROOT / "examples" / "mixture.py",
+        ("--epochs", 2, "--windows", 300),
+        cwd=ROOT,
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^(\w+): planned ([0-9.]+), drawn (\d+) ", done.stdout, re.MULTILINE)
+    assert [name for name, _, _ in lines] == ["prose", "code"]
+    assert all(abs(float(planned) - int(drawn)) < 2 for _, planned, drawn in lines)  # 1 for each epoch
+    assert sum(int(drawn) for _, _, drawn in lines) == 2 * 18 * 32
+
+
 def test_the_example_is_short_enough_to_be_copied() -> None:
     assert len((ROOT / "examples" / "train_ddp.py").read_text().splitlines()) <= 80

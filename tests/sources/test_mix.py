@@ -113,9 +113,28 @@ def test_paths_and_functions_are_opened_and_sources_may_be_keys(tmp_path: Path) 
     assert cs.mix({mixed: 1}).num_units == mixed.num_units
 
 
+def test_names_are_in_the_keys_and_in_the_fingerprint_and_change_nothing_else() -> None:
+    named = cs.mix({"web": (numbers(30), 3), "code-2": (numbers(4), 1)})
+    plain = cs.mix([(numbers(30), 3), (numbers(4), 1)])
+    renamed = [
+        key.replace("0", "web", 1) if key[0] == "0" else key.replace("1", "code-2", 1)
+        for key in keys_of(plain, range(40))
+    ]
+    assert keys_of(named, range(40)) == renamed
+    assert named.names == ("web", "code-2")
+    assert plain.names == ("0", "1")
+    assert named.fingerprint == plain.fingerprint.replace("mix:2:", "mix:web,code-2:")
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        *[
+            ({name: ([{"x": 1}], 1)}, "names are a letter and")
+            for name in ("a/b", "a.1", "0", "", "é", "a,b", "x" * 33, 5)
+        ],
+        ({"a": ([{"x": 1}], 1), "b": 2}, "pairs"),
+        ({"a": ([{"x": 1}], 0)}, "weight 0 must be"),
         ({}, "at least one"),
         (5, "pairs"),
         (None, "pairs"),
