@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -69,9 +69,9 @@ class Cache:
         min_free: bytes of the disk that stay free whatever the limit says ("1GB" for a new cache;
             None leaves the stored value).
         eviction: which shards go when space is needed: "lru" (for a new cache; None leaves the stored
-            one), "fifo", "least-fresh" (the most often trained on go first), "none" (filling stops
-            when full), or a function that gets the evictable shard rows and returns those to evict,
-            first to go first.
+            one), "fifo", "least-fresh" (the most often trained on go first), "least-weight" (by the
+            weights of a loader with `weights=`), "none" (filling stops when full), or a function that
+            gets the evictable shard rows and returns those to evict, first to go first.
 
     Raises ConfigError for a place or a limit that cannot work, CacheVersionError for a cache of a newer
     cachestream. Thread-safe, picklable (a copy opens the cache again), usable after a fork.
@@ -236,16 +236,19 @@ class Cache:
         min_samples: int = 0,
         own_leases: Collection[str] = (),
         split: Split | None = None,
+        weights: Mapping[int, float] | None = None,
     ) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that holds them.
 
         Fewer shards are left out for the `turnover` where less than `min_samples` would remain. `own_leases`
-        are the paths of leases that the caller releases soon.
+        are the paths of leases that the caller releases soon. `weights` are the mean weights of some shards by
+        id, which the policy "least-weight" goes by from now on.
         """
         if epoch_size is not None:
             epoch_size = check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
-        return take_snapshot(self, SnapshotRequest(epoch_size, turnover, min_samples, own_leases, split))
+        request = SnapshotRequest(epoch_size, turnover, min_samples, own_leases, split, weights)
+        return take_snapshot(self, request)
 
     def restore_snapshot(
         self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, split: Split | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -52,7 +52,8 @@ class SnapshotRequest:
     """A snapshot to take: of shards that cover `epoch_size` samples (None: all) of the `split`.
 
     Of a full cache that is being filled, the `turnover` share is left out, as far as `min_samples` remain.
-    `own_leases` are the paths of the caller's leases, which end with the previous epoch.
+    `own_leases` are the paths of the caller's leases, which end with the previous epoch. `weights` are mean
+    weights of shards by id, which the policy "least-weight" goes by from now on.
     """
 
     epoch_size: int | None
@@ -60,6 +61,7 @@ class SnapshotRequest:
     min_samples: int
     own_leases: Collection[str]
     split: Split | None
+    weights: Mapping[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +119,8 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
                     "and wait for samples with cache.wait(min_samples, timeout_s)"
                 )
             policy, room = reservations.policy(tables), room_in(tables, usage)
+            if policy == "least-weight" and request.weights:
+                tables.weigh(request.weights)
             excluded = _shards_to_leave(tables, request, policy, room, leased, is_filling=is_filling)
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
             if split is not None and not len(chosen):
@@ -314,12 +318,18 @@ class ReusableSnapshots:
     order: all shards were used alike.
 
     The last one is also used again if no new one can be taken, as on a full disk or a locked catalogue.
+    `weigh` gives the mean weights of the last snapshot's shards, for a cache that evicts by them.
     """
 
     def __init__(
-        self, cache: Cache, clock: Callable[[], float] = time.monotonic, split: Split | None = None
+        self,
+        cache: Cache,
+        clock: Callable[[], float] = time.monotonic,
+        split: Split | None = None,
+        weigh: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
         self._cache = cache
+        self._weigh = weigh
         self._split = split
         self._clock = clock
         self._last: _LastSnapshot | None = None
@@ -367,9 +377,10 @@ class ReusableSnapshots:
             self._count_uses(last)
         if is_reusable:
             self._enforce_limit()  # the shards of the epoch before last may be evicted now
+        weights = self._weigh() if self._weigh and cache.eviction == "least-weight" else None
         before = cache.catalogue.revision()
         snapshot, lease = cache.take_snapshot(
-            epoch_size, turnover, min_samples, self._recent_leases, self._split
+            epoch_size, turnover, min_samples, self._recent_leases, self._split, weights
         )
         self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
         revision = None

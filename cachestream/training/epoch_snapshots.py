@@ -93,7 +93,8 @@ class EpochSnapshots:
         self.maps: EpochMaps | None = None
         self._cache = cache
         self._options = options
-        self._reusable = ReusableSnapshots(cache, split=options.split)
+        weigh = None if options.weights is None else options.weights.of_shards
+        self._reusable = ReusableSnapshots(cache, split=options.split, weigh=weigh)
         self._schema: Schema | None = None
 
     def take(

@@ -116,6 +116,9 @@ class Preparer:
                 if ranks.leads:
                     warn_of_skipped(self._cache)
                 until_s, size = time.monotonic() + budget_s, self._remaining(request)
+                # Before the snapshot, which may evict by them; also where nothing is drawn, for other ranks.
+                if (weights := self._options.weights) is not None:
+                    weights.exchange(ranks, rounds[1], cancelled)
                 with tracing.span("snapshot"):
                     taken = self._snapshots.take(ranks, rounds[0], request, size, until_s, cancelled)
                 undo.callback(taken.lease.release)
@@ -185,8 +188,6 @@ class Preparer:
     def _make_segment(self, request: Request, taken: EpochSnapshot, cancelled: Callable[[], bool]) -> Segment:
         options, ranks = self._options, self.ranks
         dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
-        if options.weights is not None:  # also where nothing is drawn: other ranks may have to draw
-            options.weights.exchange(ranks, self._rounds(request)[1], cancelled)
         record = taken.record or self._draw(request, dataset, cancelled)
         order, bounds = rebuild(record)
         missing = 0
