@@ -20,7 +20,10 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,14 +41,14 @@ from cachestream.demo.train import augment, make_network, normalise
 
 SEEDS: Final = 3
 MOST, LEAST, EQUAL = 100, 2, 30  # views of a place
-STEPS: Final = 1200
+STEPS: Final = 1000
 BATCH: Final = 32
 SHARE: Final = 0.25
 TURNOVER: Final = 0.06
 NOISE: Final = 0.4
 WARM_UP: Final = STEPS // 3
 LITTLE: Final = 0.05
-FILLED_S: Final = 2.0
+FILLED_S: Final = 1.5
 OVERHEAD_BYTES: Final = 700_000  # of a cache, beside its shards
 SAMPLE_BYTES: Final = 3 * SIDE * SIDE * 1.15  # in small shards
 WIDTH: Final = 12
@@ -182,12 +185,13 @@ def wait_for_filling(cache: cs.Cache) -> None:
         time.sleep(0.02)
 
 
-def measure(task: Task, held_out: tuple[Tensor, Tensor], arm: str, seed: int, folder: Path) -> list[float]:
+def measure(task: Task, held_out: tuple[Tensor, Tensor], arm: str, seed: int) -> list[float]:
     """Percent right after a half and all of the steps, and how many samples were fetched."""
+    torch.set_num_threads(1)
     eviction, weighs = ARMS[arm]
     limit_bytes = OVERHEAD_BYTES + int(SHARE * task.counts.sum() * SAMPLE_BYTES)
     transform = shrink if task.source.name != "tars" else shrink_view
-    with cs.Cache(folder / "cache", limit_bytes, min_free=0, eviction=eviction) as cache:
+    with scratch() as folder, cs.Cache(folder, limit_bytes, min_free=0, eviction=eviction) as cache:
         options: dict[str, Any] = {"num_workers": 1, "shard_size": "56kB", "seed": seed}
         with cs.start_worker(cache, str(task.source), transform=transform, **options) as worker:
             worker.wait(120)
@@ -201,7 +205,6 @@ def measure(task: Task, held_out: tuple[Tensor, Tensor], arm: str, seed: int, fo
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     figures: dict[str, float] = {}
     with scratch() as folder:
         tasks, views = make_tasks(folder)
@@ -209,12 +212,9 @@ def main() -> None:
         images = functional.avg_pool2d(normalise(torch.stack([decode(jpeg) for _, jpeg, _ in shown])), 2)
         held_out = images, torch.tensor([place for _, _, place in shown])
         for name, task in tasks.items():
-            found: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-            for seed in range(SEEDS):
-                for arm in ARMS:
-                    with scratch() as own:
-                        found[arm].append(measure(task, held_out, arm, seed, own))
-            for arm, runs in found.items():
+            for arm in ARMS:
+                with ProcessPoolExecutor(SEEDS, get_context("spawn")) as processes:
+                    runs = [*processes.map(partial(measure, task, held_out, arm), range(SEEDS))]
                 half, end, fetched = zip(*runs, strict=True)
                 row = f"{name}: {arm}"
                 figures[f"{row} / half-way, %"] = statistics.mean(half)
