@@ -348,8 +348,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         "Weights that draw and evict",
         "Views of 135 places in front of a cache of a quarter of them, of which a slow remote replaces 6 % an epoch. A small network "
         "after equally many steps, which also fetch equally many samples: held-out accuracy (alike many views of each place), the mean of three seeds, and the "
-        "least and the most at the end. Weights are one by the square root of a place's views under a long tail of 100 to 2 views a place, "
-        "and small losses under 40 % wrong labels.",
+        "least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square root of those of its place.",
         timeout_s=5400.0,
     ),
     "scale_out": Benchmark(

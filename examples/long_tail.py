@@ -26,7 +26,7 @@ parser.add_argument("--seeds", type=int, default=3)
 args = parser.parse_args()
 
 COUNTS = np.round(140 * (3 / 140) ** (np.arange(10) / 9)).astype(int)  # of the digits 0 to 9
-RARE = 5  # and above
+RARE = 6  # and above
 SIDE = 64
 
 images, labels = load_digits(return_X_y=True)
@@ -57,7 +57,7 @@ def train(folder: str, eviction: str, seed: int) -> tuple[float, float]:
         min_samples=100,
         turnover=0.2,
         num_workers=1,
-        shard_size="70kB",  # four samples: a shard of many weighs as much as any other
+        shard_size="35kB",  # two samples: a shard of many weighs as much as any other
         seed=seed,
         prefetch=1,
     ) as loader:

@@ -16,7 +16,7 @@ from tests.support.caches import add_shard, numbered
 from tests.training.test_turnover import BATCH, LIMIT_BYTES, REMOTE, Numbered, train
 from tests.worker.support import wait_until
 
-HEAVY: Final = range(0, REMOTE, 12)
+HEAVY: Final = range(0, REMOTE, 40)  # in far fewer shards than the cache keeps
 WEIGHTS: Final = {str(unit): 20.0 if unit in HEAVY else 1.0 for unit in range(REMOTE)}
 
 
@@ -34,7 +34,7 @@ def share_kept(path: Path, eviction: str) -> float:
             with cs.EpochLoader(cache, BATCH, weights=WEIGHTS, min_samples=BATCH, prefetch=1) as loader:
                 for _ in range(60):
                     train(cache, loader, seen)
-                    if cache.status().evicted_samples + cache.num_samples > 1.3 * REMOTE:
+                    if cache.status().evicted_samples + cache.num_samples > 1.1 * REMOTE:
                         break
                 else:
                     pytest.fail("not all has come")
@@ -50,7 +50,8 @@ def test_the_heaviest_of_a_larger_remote_stay_and_the_rest_turns_over(tmp_path: 
 def snapshot_ids(cache: cs.Cache, weights: dict[int, float]) -> list[int]:
     snapshot, lease = cache.take_snapshot(weights=weights)
     lease.release()
-    return snapshot.shard_ids.tolist()
+    ids: list[int] = snapshot.shard_ids.tolist()
+    return ids
 
 
 def evicted(cache: cs.Cache) -> list[int]:
@@ -135,7 +136,7 @@ def test_a_loader_without_weights_is_told_that_the_cache_evicts_by_them(
 ) -> None:
     with small(tmp_path / "cache") as cache, caplog.at_level(logging.WARNING, "cachestream"):
         for options in ({"weights": True}, {"split": "held-out", "holdout": 0.5}):
-            cs.EpochLoader(cache, 8, **options).close()  # type: ignore[arg-type]
+            cs.EpochLoader(cache, 8, **options).close()
         assert not caplog.records
         cs.EpochLoader(cache, 8, split="train").close()
         assert "this loader has no weights" in caplog.text
