@@ -344,6 +344,13 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             ),
         ),
     ),
+    "importance": Benchmark(
+        "Weights that draw and evict",
+        "Views of 135 places in front of a cache of a quarter of them, of which a slow remote replaces 6 % an epoch. A small network "
+        "after equally many steps, which also fetch equally many samples: held-out accuracy (alike many views of each place), the mean of three seeds, and the "
+        "least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square root of those of its place.",
+        timeout_s=5400.0,
+    ),
     "scale_out": Benchmark(
         "8 to 4,096 nodes, simulated",
         "A day of training on 4 TB, 256 GB of it in the cache of each node, 20 GB/s from the remote for all: a simulation by shards. "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cachestream.config import SHORTEST_S, check_seconds, keywords_of, reject_unknown
+from cachestream.errors import ConfigError
 from cachestream.sources.base import is_source
 from cachestream.sources.open import SOURCE_OPTIONS, Unopened, open_source
 from cachestream.storage.cache import Cache
@@ -89,6 +90,12 @@ def stream(
         "num_workers": num_workers,
         **_selected(options, keywords_of(start_worker)),
     }
+    unweighed = options.get("weights", False) in (None, False) and options.get("replay") is None
+    if unweighed and options.get("eviction") == "least-weight":
+        raise ConfigError(
+            "eviction='least-weight' evicts by the weights of samples, and there are none: give weights=True and "
+            "call update_weights, or choose another policy"
+        )
     # Before a cache is made.
     WorkerOptions(**_selected(worker_options, WorkerOptions.__dataclass_fields__)).check()
     settings = {**_selected(options, _CACHE_OPTIONS), "size_limit": size_limit}

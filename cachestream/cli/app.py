@@ -106,7 +106,9 @@ def worker(
     *,
     size_limit: SizeLimitOption = None,
     min_free: Annotated[str | None, typer.Option(help="What stays free on the disk: 1GB unless set.")] = None,
-    eviction: Annotated[str | None, typer.Option(help="lru (unless set), fifo, least-fresh or none.")] = None,
+    eviction: Annotated[
+        str | None, typer.Option(help="lru (unless set), fifo, least-fresh, least-weight or none.")
+    ] = None,
     workers: WorkersOption = None,
     transform: TransformOption = None,
     shard_size: ShardSizeOption = None,

@@ -69,9 +69,9 @@ class Cache:
         min_free: bytes of the disk that stay free whatever the limit says ("1GB" for a new cache;
             None leaves the stored value).
         eviction: which shards go when space is needed: "lru" (for a new cache; None leaves the stored
-            one), "fifo", "least-fresh" (the most often trained on go first), "none" (filling stops
-            when full), or a function that gets the evictable shard rows and returns those to evict,
-            first to go first.
+            one), "fifo", "least-fresh" (the most often trained on go first), "least-weight" (by the
+            weights of a loader with `weights=`), "none" (filling stops when full), or a function that
+            gets the evictable shard rows and returns those to evict, first to go first.
 
     Raises ConfigError for a place or a limit that cannot work, CacheVersionError for a cache of a newer
     cachestream. Thread-safe, picklable (a copy opens the cache again), usable after a fork.

@@ -89,7 +89,7 @@ def rebuild_catalogue(directory: Directory, catalogue: Catalogue, *, condemned: 
 
         def fill(tables: Tables) -> None:
             for key, value in settings.items():
-                tables.set_meta(key, value)
+                tables.set_setting(key, value)
             tables.set_meta("catalogue_id", uuid.uuid4().hex)  # a new one for each catalogue
             _enter_shards(directory, tables)
 

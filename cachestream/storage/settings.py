@@ -59,7 +59,7 @@ def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping
     with opening_lock(directory):
         with catalogue.transaction() as tables:
             for key, value in changes.items():
-                tables.set_meta(key, value)
+                tables.set_setting(key, value)
             tables.resume_filling()
         save_copy(directory, catalogue)
 
@@ -79,7 +79,7 @@ def compare_copy(directory: Directory, catalogue: Catalogue) -> None:
             )
             with catalogue.transaction() as tables:
                 for key in wrong:
-                    tables.set_meta(key, known[key])
+                    tables.set_setting(key, known[key])
         save_copy(directory, catalogue)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -273,6 +273,18 @@ def count_samples(cache: Cache, split: Split | None) -> int:
     with cache.catalogue.reading() as tables:
         held_out = tables.held_out()[0]
         return held_out if split.held_out else tables.totals()[1] - held_out
+
+
+def weigh_shards(cache: Cache, weights: Mapping[int, float]) -> None:
+    """Record the mean weights of shards by id, if the cache evicts by them."""
+    if cache.eviction != "least-weight":
+        return
+    with cache.catalogue.reading() as tables:
+        known = tables.weights()
+    changed = {shard_id: weight for shard_id, weight in weights.items() if known.get(shard_id) != weight}
+    if changed:  # otherwise no commit: it would keep the snapshot from being reused
+        with cache.catalogue.transaction() as tables:
+            tables.weigh(changed)
 
 
 def sample_counts(catalogue: Catalogue) -> dict[int, int]:

@@ -29,6 +29,12 @@ _SPLIT_STATEMENTS: Final = (
     """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
         DELETE FROM splits WHERE id = OLD.id; END""",
 )
+# In a cache that evicts by weight: the mean weight of each shard's samples, where a loader with weights used it.
+_WEIGHT_STATEMENTS: Final = (
+    "CREATE TABLE IF NOT EXISTS weights (id INTEGER PRIMARY KEY, weight REAL NOT NULL)",
+    """CREATE TRIGGER IF NOT EXISTS weight_goes AFTER DELETE ON shards BEGIN
+        DELETE FROM weights WHERE id = OLD.id; END""",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,13 @@ class MetaTable(Statements):
 
     def set_meta(self, key: str, value: Any) -> None:
         self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _storable(value)))
+
+    def set_setting(self, key: str, value: Any) -> None:
+        """Store a setting, and make the table that the policy "least-weight" sorts by."""
+        if (key, value) == ("eviction", "least-weight"):
+            for statement in _WEIGHT_STATEMENTS:
+                self.execute(statement)
+        self.set_meta(key, value)
 
     def all_meta(self) -> dict[str, Any]:
         rows = self.execute("SELECT key, value FROM meta").fetchall()
@@ -230,6 +243,17 @@ class Tables(ProgressTables, SplitTables):
         self.executemany(
             "UPDATE shards SET uses = uses + ?, last_used = ? WHERE id BETWEEN ? AND ?",
             [(times, now, first, last) for first, last in ranges.tolist()],
+        )
+
+    def weights(self) -> dict[int, float]:
+        """The recorded weights of shards, by id. Requires "least-weight"."""
+        return dict(self.execute("SELECT id, weight FROM weights"))
+
+    def weigh(self, weights: Mapping[int, float]) -> None:
+        """Record the mean weights of shards, by id; one that is gone is left out. Requires "least-weight"."""
+        self.executemany(
+            "INSERT OR REPLACE INTO weights SELECT id, ? FROM shards WHERE id = ?",
+            [(weight, shard_id) for shard_id, weight in weights.items()],
         )
 
     def sums(self) -> tuple[int, int, int]:

@@ -15,7 +15,13 @@ from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
 from cachestream.training.epochs import EpochIteration, EpochSequence
-from cachestream.training.loader_options import LoaderOptions, check_objects, make_weights, refuse_unknown
+from cachestream.training.loader_options import (
+    LoaderOptions,
+    check_objects,
+    make_weights,
+    refuse_unknown,
+    warn_without_weights,
+)
 from cachestream.training.manifests import Recorder
 from cachestream.training.mixture import Mixture
 from cachestream.training.pipeline import Pipeline
@@ -133,6 +139,7 @@ class EpochLoader:
             mixture=None if mixture is None else Mixture(mixture),
         ).checked(replay)
         self._options = options = replace(options, split=choose_split(cache, split, holdout))
+        warn_without_weights(cache, options)
         self.cache = cache
         self._pid = os.getpid()
         self.batch_size = options.batch_size

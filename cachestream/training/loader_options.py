@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -25,9 +26,11 @@ from cachestream.training.weights import KeyWeights
 
 if TYPE_CHECKING:
     from cachestream.schema import Split
+    from cachestream.storage.cache import Cache
     from cachestream.training.mixture import Mixture
     from cachestream.training.samplers import SamplerLike
 
+logger = logging.getLogger("cachestream")
 _HINTS: Final = {
     "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
     **dict.fromkeys(
@@ -122,6 +125,17 @@ def make_weights(weights: object) -> KeyWeights | None:
         f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by position "
         "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
     )
+
+
+def warn_without_weights(cache: Cache, options: LoaderOptions) -> None:
+    """Warn of a loader to train with that does not weigh what the cache evicts by weight."""
+    trains = options.replay is None and (options.split is None or not options.split.held_out)
+    if trains and options.weights is None and cache.eviction == "least-weight":
+        logger.warning(
+            "%s evicts by weight, and this loader has no weights: shards that only it uses count as average ones; "
+            "give weights=True and call update_weights, or set cache.eviction to another policy",
+            cache.path,
+        )
 
 
 def check_objects(cache: object, batch_transform: object) -> None:

@@ -17,7 +17,7 @@ import xxhash
 from cachestream import tracing
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.permutation import mix_key
-from cachestream.storage.snapshots import sample_counts
+from cachestream.storage.snapshots import sample_counts, weigh_shards
 from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_skipped
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
@@ -234,6 +234,7 @@ class Preparer:
             mine: Payload | None = None
             if ranks.leads and (weights := options.weights) is not None:
                 mine = {"drawn": pack_numbers(draw(weights.of_snapshot(snapshot), size, key))}
+                weigh_shards(self._cache, weights.of_shards())
             elif ranks.leads and (mixture := options.mixture) is not None:
                 batch = options.batch_size * len(ranks.group)
                 mine = {"drawn": pack_numbers(mixture.draw(snapshot, batch, size, key))}

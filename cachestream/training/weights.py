@@ -91,6 +91,16 @@ class KeyWeights:
             self._of_shards[shard_id] = _read(snapshot, shard_id, count) if found is None else found
         return self.of(np.concatenate(list(self._of_shards.values())))
 
+    def of_shards(self) -> dict[int, float]:
+        """The mean weight of each shard of the last snapshot that was drawn from. Used by the same thread."""
+        if not self._of_shards:
+            return {}
+        hashes = list(self._of_shards.values())
+        ends = np.cumsum([len(part) for part in hashes])[:-1]
+        parts = np.split(self.of(np.concatenate(hashes)), ends)
+        shards = zip(self._of_shards, parts, strict=True)
+        return {shard_id: float(part.mean()) for shard_id, part in shards if len(part)}
+
     # --- between ranks, and checkpoints
 
     def exchange(self, ranks: Ranks, name: str, cancelled: Callable[[], bool]) -> None:

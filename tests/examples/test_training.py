@@ -34,6 +34,21 @@ def test_the_example_compares_weights_with_uniform_sampling_and_says_which_wins(
 
 
 @pytest.mark.usefixtures("forked")
+def test_the_example_of_a_long_tail_compares_what_two_policies_keep() -> None:
+    done = fork_script(
+        ROOT / "examples" / "long_tail.py",
+        ("--seeds", 1, "--epochs", 6),
+        cwd=ROOT,
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(\S+) +accuracy ([0-9.]+)% .*, ([0-9]+)% of the rare", done.stdout, re.MULTILINE)
+    assert [eviction for eviction, _, _ in found] == ["lru", "least-weight"]
+    assert all(float(accuracy) > 30 and int(rare) > 0 for _, accuracy, rare in found)
+
+
+@pytest.mark.usefixtures("forked")
 def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     make_remote(tmp_path / "images", 2 * PLACES, PLACES)
 

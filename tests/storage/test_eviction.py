@@ -48,6 +48,7 @@ SORT_KEYS: dict[str, Callable[[ShardRow], tuple[int, ...]]] = {
     "lru": lambda row: (row.last_used, row.id),
     "fifo": lambda row: (row.id,),
     "least-fresh": lambda row: (-row.uses, row.last_used, row.id),
+    "least-weight": lambda row: (row.last_used, row.id),  # nobody has weighed them: all are average
     "none": lambda row: (row.id,),
 }
 
@@ -74,10 +75,7 @@ def test_choosing_reads_no_further_than_it_must() -> None:
 def test_the_catalogue_sorts_as_the_policy_promises(
     policy: str, rows: list[ShardRow], sorting_cache: Cache
 ) -> None:
-    with sorting_cache.catalogue.transaction() as tables:
-        tables.delete_shards(tables.shard_ids())
-    if rows:
-        insert_rows(sorting_cache, rows)
+    put(sorting_cache, rows)
     with sorting_cache.catalogue.reading() as tables:
         ordered = sorted(rows, key=SORT_KEYS[policy])
         assert list(tables.shards(policy)) == ordered
@@ -85,9 +83,34 @@ def test_the_catalogue_sorts_as_the_policy_promises(
         assert ids.tolist() == [row.id for row in ordered]
 
 
+def put(cache: Cache, rows: list[ShardRow]) -> None:
+    """Make `rows` the shards of the cache."""
+    with cache.catalogue.transaction() as tables:
+        tables.delete_shards(tables.shard_ids())
+    if rows:
+        insert_rows(cache, rows)
+
+
+@given(rows=rows, data=st.data())
+def test_the_lightest_go_first_and_what_nobody_has_weighed_counts_as_average(
+    rows: list[ShardRow], data: st.DataObject, sorting_cache: Cache
+) -> None:
+    put(sorting_cache, rows)
+    # Halves are exact, and so are their sums.
+    number = st.integers(0, 8).map(lambda half: half / 2)
+    weights = {row.id: data.draw(number) for row in rows if data.draw(st.booleans())}
+    gone = 10**13
+    with sorting_cache.catalogue.transaction() as tables:
+        tables.weigh(dict.fromkeys(weights, 9.0))  # the last ones count
+        tables.weigh(weights | {gone: 100.0})
+        mean = sum(weights.values()) / max(1, len(weights))
+        ordered = sorted(rows, key=lambda row: (weights.get(row.id, mean), row.last_used, row.id))
+        assert list(tables.shards("least-weight")) == ordered
+
+
 @pytest.fixture(scope="module")
 def sorting_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    cache = Cache(tmp_path_factory.mktemp("sorting"), "1GB", min_free=0)
+    cache = Cache(tmp_path_factory.mktemp("sorting"), "1GB", min_free=0, eviction="least-weight")
     yield cache
     cache.close()
 
@@ -161,7 +184,7 @@ def test_the_policies_there_are_pass(policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["LRU", "", "random", 3, None, []])
 def test_other_policies_are_refused_with_the_choices(policy: Any) -> None:
-    with pytest.raises(ConfigError, match="lru, fifo, least-fresh, none, or give a function"):
+    with pytest.raises(ConfigError, match="lru, fifo, least-fresh, least-weight, none, or give a function"):
         check_policy(policy)
 
 
@@ -233,7 +256,7 @@ def fill_up(cache: Cache, size_bytes: int = 80_000) -> list[int]:
     raise AssertionError("it evicts what it should keep, and is never full")
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", newest_first])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", "least-weight", newest_first])
 def test_a_shard_that_no_epoch_has_used_is_no_victim(make_cache: Callable[..., Cache], policy: Any) -> None:
     cache = make_cache("1MB", eviction=policy)
     before = fill_up(cache)
@@ -273,7 +296,7 @@ def test_a_limit_is_not_enforced_for_the_blocks_of_a_lease(make_cache: Callable[
         lease.release()
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", newest_first])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", "least-weight", newest_first])
 def test_two_trainers_leave_the_same_shards_to_the_filling(
     make_cache: Callable[..., Cache], policy: Any
 ) -> None:

@@ -86,7 +86,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.ceiling = LIMIT
 
     @initialize(
-        eviction=st.sampled_from(["lru", "fifo", "least-fresh", "none", newest_first, every_other]),
+        eviction=st.sampled_from(
+            ["lru", "fifo", "least-fresh", "least-weight", "none", newest_first, every_other]
+        ),
         shards=st.integers(0, 12),
     )
     def open(self, eviction: Any, shards: int) -> None:
