@@ -29,19 +29,26 @@ def plus_one(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def deliver(path: str, transform: Callable[[Any], Any] | None) -> int:
-    """Deliver three epochs, and look at the values only when later batches have been gathered."""
+    """Deliver three epochs. Look at the values of the first at once, and at the others' when all were gathered."""
     held, count = [], 0
-    with cs.Cache(path) as cache, cs.EpochLoader(cache, 4, device="sim", batch_transform=transform) as loader:
-        for _ in range(3):
-            for batch in loader:
-                assert batch["x"].device == torch.device("sim", 0)
-                count += len(batch)
-                held.append(batch)
-    for batch in held:
+
+    def check(batch: dict[str, Any]) -> None:
         number, x = batch["number"].cpu(), batch["x"].cpu()
         assert torch.equal(x, number.float().unsqueeze(1).expand_as(x))
         if transform is not None:
             assert torch.equal(batch["y"].cpu(), x + 1)
+
+    with cs.Cache(path) as cache, cs.EpochLoader(cache, 4, device="sim", batch_transform=transform) as loader:
+        for epoch in range(3):
+            for batch in loader:
+                assert batch["x"].device == torch.device("sim", 0)
+                count += len(batch)
+                if epoch == 0:
+                    check(batch)
+                else:
+                    held.append(batch)
+    for batch in held:
+        check(batch)
     return count
 
 
