@@ -181,7 +181,13 @@ def _follow(started: Worker, filled: Cache) -> None:
 def stop(
     cache: CacheArgument,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", envvar="CACHESTREAM_STOP_TIMEOUT", min=0.0, help="Seconds.")
+        float,
+        typer.Option(
+            "--timeout",
+            envvar="CACHESTREAM_STOP_TIMEOUT",
+            min=0.0,
+            help="Seconds to wait until it has ended.",
+        ),
     ] = 5.0,
 ) -> None:
     """Stop the worker of CACHE.

@@ -40,9 +40,8 @@ Step = Callable[[Tensor, Tensor], None]
 def main(folder: str, size: str, bandwidth_bytes_per_s: str) -> None:
     kind = accelerator() or "cpu"
     module = torch.get_device_module(kind)
-    count = 0 if kind == "cpu" else module.device_count()
-    own = dist.Backend.default_device_backend_map.get(kind, "gloo")
-    dist.init_process_group(own if count >= RANKS else "gloo")
+    count = module.device_count()  # 1 for "cpu"
+    dist.init_process_group(dist.Backend.default_device_backend_map.get(kind) if count >= RANKS else "gloo")
     torch.set_num_threads(max(1, min(4, len(os.sched_getaffinity(0)) // RANKS)))
     try:
         device = torch.device("cpu")

@@ -160,14 +160,10 @@ def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfe
     if wanted.type == "cpu":
         return Transfer(keep)
     kind = accelerator()
-    if kind is None:
-        others = "" if _IS_GENERAL else " (but CUDA, from 2.8 on)"
-        raise ConfigError(
-            f"device={device!r}: torch {torch.__version__} finds no accelerator here{others}; use device=None"
-        )
     if wanted.type != kind:
+        found = "no accelerator" if kind is None else f"the accelerator {kind!r}"
         raise ConfigError(
-            f"device={device!r}: the accelerator of this machine is {kind!r}; give device={kind!r}, or None"
+            f"device={device!r}: torch {torch.__version__} finds {found} here; use device={kind!r}"
         )
     given: int | None = wanted.index  # torch's stubs do not say that it may be None
     index = _runtime.current_stream().device_index if given is None else given

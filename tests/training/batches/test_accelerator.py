@@ -83,9 +83,12 @@ def refusals() -> None:
     assert make_transfer("sim", 2).device == torch.device("sim", 0)
     for device, says in (
         ("sim:1", "device='sim:1': there is no such device, 1 of kind 'sim' is here"),
-        ("cuda", "device='cuda': the accelerator of this machine is 'sim'; give device='sim', or None"),
-        ("xpu:0", "device='xpu:0': the accelerator of this machine is 'sim'"),
-        ("meta", "device='meta': the accelerator"),
+        ("cuda", "device='cuda': torch 2"),
+        (
+            "xpu:0",
+            f"device='xpu:0': torch {torch.__version__} finds the accelerator 'sim' here; use device='sim'",
+        ),
+        ("meta", "device='meta': torch"),
     ):
         with pytest.raises(cs.ConfigError) as caught:
             make_transfer(device, 2)
