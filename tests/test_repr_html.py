@@ -79,6 +79,7 @@ def test_a_cache_and_its_status_show_the_values_of_the_status(cache: cs.Cache) -
 
 def test_a_loader_its_stats_and_its_dataset_show_their_numbers(cache: cs.Cache) -> None:
     with cs.EpochLoader(cache, batch_size=10) as loader:
+        assert rows_of(loader.stats._repr_html_())["reuse"] == "–"  # no sample was drawn
         iterator = iter(loader)
         next(iterator)
         rows, dataset = rows_of(loader._repr_html_()), rows_of(loader.dataset._repr_html_())

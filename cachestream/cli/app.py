@@ -183,7 +183,13 @@ def _follow(started: Worker, filled: Cache) -> None:
 def stop(
     cache: CacheArgument,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", envvar="CACHESTREAM_STOP_TIMEOUT", min=0.0, help="Seconds.")
+        float,
+        typer.Option(
+            "--timeout",
+            envvar="CACHESTREAM_STOP_TIMEOUT",
+            min=0.0,
+            help="Seconds to wait until it has ended.",
+        ),
     ] = 5.0,
 ) -> None:
     """Stop the worker of CACHE.
@@ -353,7 +359,7 @@ def bench(
 ) -> None:
     """Measure the loader over CACHE.
 
-    Alone, with your batch transform and onto the GPU, beside memcpy and the disk.
+    Alone, with your batch transform and onto the accelerator, beside memcpy and the disk.
     """
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     begin_trace(context, trace)

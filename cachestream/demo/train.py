@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cachestream as cs
 from cachestream.demo.data import HELD_OUT, PLACES, SIDE, TRAIN, shrink
 from cachestream.demo.run import CACHE, RANKS, EpochDone, Size
+from cachestream.training.batches.transfer import accelerator
 
 _MEASURED_STEPS: Final = 30
 _WARM_UP_STEPS: Final = 6
@@ -37,14 +38,16 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def main(folder: str, size: str, bandwidth_bytes_per_s: str) -> None:
-    gpus = torch.cuda.device_count()
-    dist.init_process_group("nccl" if gpus >= RANKS else "gloo")
+    kind = accelerator() or "cpu"
+    module = torch.get_device_module(kind)
+    count = module.device_count()  # 1 for "cpu"
+    dist.init_process_group(dist.Backend.default_device_backend_map.get(kind) if count >= RANKS else "gloo")
     torch.set_num_threads(max(1, min(4, len(os.sched_getaffinity(0)) // RANKS)))
     try:
         device = torch.device("cpu")
-        if gpus:
-            device = torch.device("cuda", dist.get_node_local_rank() % gpus)
-            torch.cuda.set_device(device)
+        if count >= RANKS or kind == "cuda":  # gloo exchanges tensors of CUDA, and of the CPU
+            device = torch.device(kind, dist.get_node_local_rank() % count)
+            module.set_device(device)
         _train(Path(folder), Size(**json.loads(size)), int(bandwidth_bytes_per_s), device)
     except Exception as error:
         _report({"failure": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"})
@@ -131,7 +134,7 @@ def _trainer(device: torch.device, total_steps: int) -> tuple[nn.Module, Step]:
     """A new network, and a training step that keeps its copies on all ranks equal."""
     torch.manual_seed(0)
     network = make_network().to(device)
-    model = DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None)
+    model = DistributedDataParallel(network, device_ids=None if device.type == "cpu" else [device])
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimiser, _LEARNING_RATE, total_steps=total_steps + 1, pct_start=0.1
@@ -181,8 +184,7 @@ def _accuracy(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def _finish_work(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize()
 
 
 if __name__ == "__main__":

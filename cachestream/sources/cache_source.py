@@ -44,6 +44,7 @@ class CacheSource(SampleFiles):
                 f"CacheSource takes the path or URL of one cache, not {given!r}; several are read by mix()"
             )
         files = _list_shards(os.fspath(url).rstrip("/"), storage_options)
+        self.cache_folder = os.path.realpath(f"{files.path(0)}/../..") if files.remote.is_local else None
         super().__init__("cache", files, (), Defaults(None))
         self._number(FileUnits(np.ones(len(files))), files.names)
 
@@ -104,8 +105,9 @@ def _list_shards(root: str, storage_options: Mapping[str, Any] | None) -> FileLi
             f"{redact(root)}: no cache is found there ({reason}); "
             "give its folder, the one with cache.json and shards/"
         ) from None
+    unless = ", unless the web server lists no folders" if settings.remote.is_web else ""
     raise SourceError(
-        f"{redact(root)}: the cache is still empty; wait until its worker has published a shard"
+        f"{redact(root)}: the cache is still empty{unless}; wait until its worker has published a shard"
     )
 
 

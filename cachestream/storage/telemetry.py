@@ -258,7 +258,7 @@ class LoaderStats:
             "skipped": self.skipped,
             "rate": f"{self.samples_per_s:.0f} samples/s",
             "waiting": f"{self.wait_share:.1%}, in this epoch {self.epoch_wait_share:.1%}",
-            "reuse": f"{self.reuse_factor:.2f} times",
+            "reuse": f"{self.reuse_factor:.2f} times" if self.samples else "–",
         }
         if self.mixture:
             rows["mixture"] = ", ".join(f"{name} {one.share:.1%}" for name, one in self.mixture.items())

@@ -18,7 +18,7 @@ from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import shard_path
-from cachestream.training.batches.transfer import has_cuda
+from cachestream.training.batches.transfer import accelerator
 from cachestream.training.loader import EpochLoader
 
 _COPY_BYTES: Final = 64 * 2**20
@@ -26,7 +26,7 @@ _COPIES: Final = 10
 _DISK_S: Final = 1.0
 _DISK_DEPTH: Final = 16
 _DISK_BLOCKS: Final = (4096, 1 << 20)  # the least and the most that is read at a time
-_NO_DEVICE: Final = "no CUDA device"
+_NO_DEVICE: Final = "no accelerator"
 _NO_DISK: Final = "not read: this filesystem cannot pass its cache by"
 
 
@@ -61,7 +61,7 @@ class BenchReport:
     """Rates of one cache.
 
     `alone`: batches as gathered. `transformed`: with a `batch_transform`, None without one. `moved`: onto the
-    CUDA device, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes`
+    accelerator, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes`
     past the page cache, 16 at once; None where the filesystem cannot do that.
     """
 
@@ -122,8 +122,8 @@ def bench(
     seconds: float = 5.0,
     batch_transform: Callable[..., Any] | None = None,
 ) -> BenchReport:
-    """Iterate shuffled epochs of the cache for about `seconds` each: alone, with `batch_transform`, onto a
-    CUDA device.
+    """Iterate shuffled epochs of the cache for about `seconds` each: alone, with `batch_transform`, onto the
+    accelerator.
 
     Memory copies and reads of the disk are measured for comparison.
 
@@ -139,8 +139,8 @@ def bench(
     transformed = moved = None
     if batch_transform is not None:
         transformed = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform)
-    if has_cuda():
-        moved = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform, device="cuda")
+    if device := accelerator():
+        moved = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform, device=device)
     block = -(-alone.num_bytes // alone.num_samples // 4096) * 4096
     block = min(max(block, _DISK_BLOCKS[0]), _DISK_BLOCKS[1])
     return BenchReport(

@@ -56,7 +56,8 @@ class EpochLoader:
         min_samples: the samples that must be cached before an epoch begins (None: a batch for each rank).
         turnover: the share of a full cache that an epoch leaves for the filling to replace.
         drop_last: whole batches only. Otherwise the remaining samples make one more, if each rank gets one.
-        device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, a stream of its own).
+        device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda", "xpu", "mps"; pinned buffers
+            and a stream of its own, where it has them). Other ones than CUDA need torch 2.8.
         sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
         batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up
             to two threads at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch,

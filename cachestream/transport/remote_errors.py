@@ -62,10 +62,10 @@ _KIND_CLASSES: Final[dict[Kind, tuple[str, ...]]] = {
         "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "EndpointConnectionError",
         "FSTimeoutError", "HTTPClientError", "IncompleteRead", "IncompleteReadError", "ReadTimeout",
         "ResponseParserError", "ResponseStreamingError", "ServiceRequestError", "ServiceResponseError",
-        "TimeoutError", "TransportError", "ConnectionError", "gaierror",
+        "TimeoutError", "TransportError", "ConnectionError", "gaierror", "NoValidConnectionsError", "SSHException",
     ),
     "missing": ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"),
-    "denied": ("PermissionError",),
+    "denied": ("PermissionError", "AuthenticationException"),
 }  # fmt: skip
 _CLASSES: Final = {name: kind for kind, names in _KIND_CLASSES.items() for name in names}
 _UNAVAILABLE_ERRNOS: Final = frozenset(

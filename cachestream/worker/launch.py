@@ -152,6 +152,8 @@ class WorkerOptions:
         Raises ConfigError for options that cannot work with this cache and source.
         """
         partition = parse_partition(self.partition)
+        if getattr(source, "cache_folder", None) == cache.path:
+            raise ConfigError(f"{cache.path}: a cache cannot be filled from itself; give another cache")
         source = self._divided(cache, source)
         cluster = self._cluster()
         growing = None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +22,7 @@ from cachestream.sources.base import Rows
 from cachestream.testing.checks import check_source
 from tests.sources.reading import read
 from tests.support.caches import add_shard, fill, numbered
+from tests.support.ftp import run_sftp_server
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 from tests.support.same import same
@@ -222,7 +227,87 @@ def test_a_copy_in_a_bucket_is_a_source_as_well(
     check_source(source, secrets=[options["secret"]])
 
 
+# --- SFTP and web servers ----------------------------------------------------------------------
+
+
+def test_a_cache_on_another_host_is_read_by_sftp(tmp_path: Path, original: cs.Cache) -> None:
+    with run_sftp_server(tmp_path) as options:
+        source = cs.CacheSource("sftp://127.0.0.1/original", storage_options=options)
+        assert same(contents(filled(tmp_path / "other", source)), contents(original))
+        assert isinstance(
+            cs.open_source("sftp://127.0.0.1/original", storage_options=options), cs.CacheSource
+        )
+        check_source(source, secrets=[options["password"]])
+        in_url = f"sftp://{options['username']}:{options['password']}@127.0.0.1:{options['port']}/original"
+        assert [key for key, _ in read(cs.CacheSource(in_url), 0)] == [key for key, _ in read(source, 0)]
+        with pytest.raises(cs.SourceError, match=r"/gone: no cache is found there"):
+            cs.CacheSource("sftp://127.0.0.1/gone", storage_options=options)
+        with pytest.raises(
+            cs.SourceError, match=r"/original: .*access denied; check .*Authentication"
+        ) as caught:
+            cs.CacheSource(
+                "sftp://127.0.0.1/original", storage_options={**options, "password": "CANARYWRONG"}
+            )
+        assert "CANARY" not in str(caught.value)
+    with pytest.raises(cs.SourceUnavailableError, match=r"the remote does not answer at present"):
+        cs.CacheSource("sftp://127.0.0.1/original", storage_options=options)
+
+
+class Web(SimpleHTTPRequestHandler):
+    """Files of a folder, and pages that list folders unless `lists` is false."""
+
+    lists = True
+
+    def list_directory(self, path: Any) -> Any:
+        if self.lists:
+            return super().list_directory(path)
+        self.send_error(403)
+        return None
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  http.server's name
+        pass
+
+
+@contextlib.contextmanager
+def web_server(folder: Path, *, lists: bool) -> Iterator[str]:
+    """Serve `folder`; yields its URL."""
+    handler = type("Served", (Web,), {"lists": lists})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_web_server_that_lists_its_folders_serves_a_cache(tmp_path: Path, original: cs.Cache) -> None:
+    with web_server(tmp_path, lists=True) as url:
+        source = cs.CacheSource(f"{url}/original")
+        assert same(contents(filled(tmp_path / "other", source)), contents(original))
+        assert isinstance(cs.open_source(f"{url}/original", format="cache"), cs.CacheSource)
+
+
+def test_a_web_server_that_lists_no_folders_is_told_from_an_empty_cache(
+    tmp_path: Path, original: cs.Cache
+) -> None:
+    with (
+        web_server(tmp_path, lists=False) as url,
+        pytest.raises(cs.SourceError, match="is still empty, unless the web server lists no folders"),
+    ):
+        cs.CacheSource(f"{url}/original")
+
+
 # --- what is no cache --------------------------------------------------------------------------
+
+
+def test_a_cache_is_not_filled_from_itself(tmp_path: Path, original: cs.Cache) -> None:
+    (tmp_path / "link").symlink_to(original.path)
+    for path in (original.path, f"{original.path}/", tmp_path / "link"):
+        with pytest.raises(cs.ConfigError, match=rf"{original.path}: a cache cannot be filled from itself"):
+            cs.start_worker(original, cs.CacheSource(path))
+    assert not original.has_worker()
 
 
 def test_a_folder_that_holds_no_cache_or_an_empty_one_is_refused(

@@ -1,4 +1,4 @@
-"""A real FTP server: `rclone serve ftp` over a folder, behind a gate that holds listings back or hangs up."""
+"""Real FTP and SFTP servers: `rclone serve` over a folder, FTP behind a gate that holds listings back or hangs up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tests.support.s3 import rclone
 
-__all__ = ["FTPServer", "run_ftp_server"]
+__all__ = ["FTPServer", "run_ftp_server", "run_sftp_server"]
 
 USER: Final = "CANARYUSER"
 PASSWORD: Final = "CANARYPASSWORD"
@@ -85,13 +85,24 @@ def run_ftp_server(root: Path) -> Iterator[FTPServer]:
         process.wait()
 
 
-def _start(root: Path) -> tuple[subprocess.Popen[bytes], int]:
+@contextlib.contextmanager
+def run_sftp_server(root: Path) -> Iterator[dict[str, Any]]:
+    """Serve `root` by SFTP until the end of the block; yields storage options for fsspec's driver."""
+    process, port = _start(root, "sftp", "--cache-dir", f"{root}-keys")  # the host's keys
+    try:
+        yield {"username": USER, "password": PASSWORD, "port": port}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _start(root: Path, kind: str = "ftp", *options: str) -> tuple[subprocess.Popen[bytes], int]:
     for _ in range(ATTEMPTS):  # it cannot choose a free port itself, and somebody else may take it meanwhile
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        command = [rclone(), "serve", "ftp", str(root), "--addr", f"127.0.0.1:{port}"]
+        command = [rclone(), "serve", kind, str(root), "--addr", f"127.0.0.1:{port}"]
         command += ["--user", USER, "--pass", PASSWORD, "--config", "", "--dir-cache-time", "0s"]
-        command += ["--poll-interval", "0", "--log-level", "ERROR"]
+        command += ["--poll-interval", "0", "--log-level", "ERROR", *options]
         if setpriv := shutil.which("setpriv"):  # the server goes also when the tests are killed
             command = [setpriv, "--pdeathsig", "KILL", *command]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -103,7 +114,7 @@ def _start(root: Path) -> tuple[subprocess.Popen[bytes], int]:
             pause.wait(0.02)
         process.kill()
         process.wait()
-    raise RuntimeError("rclone serve ftp did not start")
+    raise RuntimeError(f"rclone serve {kind} did not start")
 
 
 def _accept(gate: socket.socket, port: int, server: FTPServer) -> None:

@@ -115,7 +115,7 @@ def test_every_stage_has_a_line_with_its_own_figures() -> None:
     assert rows["decode"] == "decode 0.01 400,000 cores: 4"
     assert rows["transform"] == "transform 0.01 400,000 sampling processes: 4"
     assert rows["write"] == "write 0.05 20,000 3 GB/s, synced"
-    assert rows["transfer"] == "transfer 0.02 50,000 7.5 GB/s, no CUDA device"
+    assert rows["transfer"] == "transfer 0.02 50,000 7.5 GB/s, no accelerator"
 
 
 @pytest.mark.parametrize(

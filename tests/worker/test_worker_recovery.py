@@ -102,9 +102,12 @@ def test_a_full_cache_whose_catalogue_is_lost_goes_on_being_filled(cache: Cache)
         wait_until(lambda: "the catalogue was lost" in log_of(cache), "the log tells")
         wait_until(lambda: cache.status().evicted_shards > 10, "the cache turns over")
         wait_for_new_shards(cache)
-        with cache.catalogue.reading() as tables:
-            assert tables.meta("fill_state") == "filling"
-            assert tables.meta("is_looking") == 0
+
+        def is_recorded() -> bool:  # anew after each time that the catalogue was made, within a second
+            with cache.catalogue.reading() as tables:
+                return (tables.meta("fill_state"), tables.meta("is_looking")) == ("filling", 0)
+
+        wait_until(is_recorded, "the state of the filling is in the new catalogue")
 
 
 def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:

@@ -2,7 +2,7 @@
 
 `list`: opening the source. `read`, `decode`, `transform`, `pack`: one unit after another, then as many reads
 at once as a worker has (see `probe`). `write`: the packed samples, as shards of a real cache in a temporary
-folder, synced. `transfer`: the real loader over that cache, warm, onto the GPU if there is one.
+folder, synced. `transfer`: the real loader over that cache, warm, onto the accelerator if there is one.
 
 Not measured: how the remote behaves at other times, and the model. Data that this machine has read before
 comes from its memory.
@@ -29,7 +29,7 @@ from cachestream.storage.telemetry import PROCESSES_AT_MOST
 from cachestream.tools.bench import measure_loader
 from cachestream.tools.diagnose.probe import SHARD_BYTES, Probe, Transform
 from cachestream.tools.diagnose.stages import Findings, Measurement, Stages, Throughput, judge
-from cachestream.training.batches.transfer import has_cuda
+from cachestream.training.batches.transfer import accelerator
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.sampling.packer import Packer
 
@@ -94,7 +94,7 @@ def diagnose(
     together = probe.run(seconds / 2, reads)
     place = tempfile.gettempdir() if folder is None else folder
     on_progress(f"writing into a temporary folder in {place}, and loading from there")
-    device = "cuda" if has_cuda() else "cpu"
+    device = accelerator() or "cpu"
     written, delivered, notes = _store(small, packer, place, device)
     is_listing, has_transform = growing is not None, transform is not None
     measured = alone, together, written, delivered, device

@@ -19,7 +19,7 @@ from cachestream.storage.layout import free_bytes
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.tools.versions import versions
 from cachestream.training.batches.memory import in_c
-from cachestream.training.batches.transfer import has_cuda
+from cachestream.training.batches.transfer import accelerator
 
 _TRIAL_BYTES: Final = 64 << 20
 _LEAST_FREE_BYTES: Final = 1 << 30
@@ -88,7 +88,7 @@ def check_machine(
 def _checks(folder: str, environment: Mapping[str, str]) -> Iterator[Check]:
     yield Check("versions", ", ".join(f"{name} {found}" for name, found in versions().items()))
     yield _compiled()
-    yield Check("device", "CUDA" if has_cuda() else "no CUDA device: batches stay in host memory")
+    yield Check("device", accelerator() or "no accelerator: batches stay in host memory")
     kind = filesystem_of(folder)
     yield _filesystem(kind)
     free = free_bytes(folder)

@@ -274,7 +274,7 @@ class Findings:
             each_s = alone.wall_s["transform"] / alone.num_samples
             yield "transform", each_s, rates["transform"], f"sampling processes: {stages.workers}"
         yield "pack", alone.cpu_s["pack"] / alone.num_samples, rates["pack"], f"cores: {stages.cores}"
-        onto = "no CUDA device" if stages.device == "cpu" else f"onto {stages.device}"
+        onto = "no accelerator" if stages.device == "cpu" else f"onto {stages.device}"
         for name, done, note in (
             ("write", stages.written, "synced"),
             ("transfer", stages.delivered, onto),

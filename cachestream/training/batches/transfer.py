@@ -1,10 +1,11 @@
-"""Transfer of a batch to its device: it stays in host memory, or is copied ahead to a GPU."""
+"""Transfer of a batch to its device: it stays in host memory, or is copied ahead to an accelerator."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -16,13 +17,18 @@ from cachestream.training.batches.memory import BufferPool
 
 BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
+# torch.accelerator has all that is used here from torch 2.8 on. Before, torch.cuda has the same functions.
+_IS_GENERAL: Final = hasattr(getattr(torch, "accelerator", None), "device_index")
+_runtime: Any = torch.accelerator if _IS_GENERAL else torch.cuda
+_on_device: Any = torch.accelerator.device_index if _IS_GENERAL else torch.cuda.device
+_new_stream: Any = torch.Stream if _IS_GENERAL else torch.cuda.Stream
 
 
 class Staged(NamedTuple):
     """A sent batch: `ready` is the event after the last work on it, None if it needs no wait."""
 
     batch: Any
-    ready: torch.cuda.Event | None = None
+    ready: torch.Event | None = None
 
 
 class Transfer:
@@ -47,11 +53,12 @@ class Transfer:
         return staged.batch
 
 
-class CudaTransfer(Transfer):
-    """Batches are gathered into pinned memory and copied on a stream of their own, while the GPU computes.
+class AcceleratorTransfer(Transfer):
+    """Batches are gathered into pinned memory and copied on a stream of their own, while the device computes.
 
     The consumer's stream waits for the copy by an event (the CPU does not), and `record_stream` keeps the
-    allocator from giving the memory to the next copy before the consumer's work on it is done.
+    allocator from giving the memory to the next copy before the consumer's work on it is done. A device with
+    one stream (MPS) does all in order, so that neither is needed. Memory that it shares is not pinned.
     """
 
     moves: ClassVar[bool] = True
@@ -59,15 +66,16 @@ class CudaTransfer(Transfer):
     def __init__(self, device: torch.device, keep: int) -> None:
         super().__init__(keep)
         self.device = device
-        self.pool = BufferPool(keep + _IN_FLIGHT, pinned=True)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self.pool = BufferPool(keep + _IN_FLIGHT, pinned=_can_pin(device))
+        is_single = device.type == "mps"
+        self._stream = _runtime.current_stream(device) if is_single else _new_stream(device)
+        self._in_flight: deque[tuple[torch.Event, Any]] = deque()
         self._sending = threading.Lock()  # several threads send batches
 
     def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
-        with tracing.span("transfer"), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with tracing.span("transfer"), _on_device(self.device.index), _on_stream(self._stream):
             moved = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
-            # The pinned source goes back to its pool only when the copies from it are done.
+            # The source goes back to its pool only when the copies from it are done.
             with self._sending:
                 self._in_flight.append((self._stream.record_event(), batch))
                 self._reap()
@@ -78,23 +86,42 @@ class CudaTransfer(Transfer):
     def _reap(self) -> None:
         while self._in_flight:
             copied = self._in_flight[0][0]
-            if len(self._in_flight) <= _IN_FLIGHT and not copied.query():  # type: ignore[no-untyped-call]
-                return
-            copied.synchronize()
+            if not copied.query():
+                if len(self._in_flight) <= _IN_FLIGHT:
+                    return
+                copied.synchronize()
             self._in_flight.popleft()
 
     def receive(self, staged: Staged) -> Any:
-        current = torch.cuda.current_stream(self.device)
-        if staged.ready is not None:
-            current.wait_event(staged.ready)
-        map_tensors(staged.batch, lambda tensor: _record(tensor, current))
+        current = _runtime.current_stream(self.device)
+        if current != self._stream:
+            if staged.ready is not None:
+                current.wait_event(staged.ready)
+            map_tensors(staged.batch, lambda tensor: _record(tensor, current))
         return staged.batch
 
 
-def _record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    if tensor.is_cuda:
+@contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    before = _runtime.current_stream(stream.device)
+    _runtime.set_stream(stream)
+    try:
+        yield
+    finally:
+        _runtime.set_stream(before)
+
+
+def _record(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    if tensor.device.type == stream.device.type:
         tensor.record_stream(stream)
     return tensor
+
+
+def _can_pin(device: torch.device) -> bool:
+    try:
+        return device.type != "mps" and torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except NotImplementedError:  # by the device's backend
+        return False
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -114,9 +141,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
-def has_cuda() -> bool:
-    """Return whether batches can be delivered to "cuda" here."""
-    return torch.cuda.is_available()
+def accelerator() -> str | None:
+    """Return the type of this machine's accelerators, such as "cuda", or None if torch finds none."""
+    if not _runtime.is_available():
+        return None
+    return str(torch.accelerator.current_accelerator().type) if _IS_GENERAL else "cuda"  # type: ignore[union-attr]
 
 
 def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfer:
@@ -130,16 +159,14 @@ def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfe
         raise ConfigError(f"device={device!r}: {error}") from error
     if wanted.type == "cpu":
         return Transfer(keep)
-    if wanted.type != "cuda":
+    kind = accelerator()
+    if wanted.type != kind:
+        found = "no accelerator" if kind is None else f"the accelerator {kind!r}"
         raise ConfigError(
-            f"device={device!r}: batches are delivered to 'cpu' or 'cuda'; move them on from there"
-        )
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={device!r}: this torch ({torch.__version__}) sees no CUDA device; use device=None"
+            f"device={device!r}: torch {torch.__version__} finds {found} here; use device={kind!r}"
         )
     given: int | None = wanted.index  # torch's stubs do not say that it may be None
-    index = torch.cuda.current_device() if given is None else given
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device={device!r}: there are only {torch.cuda.device_count()} CUDA devices")
-    return CudaTransfer(torch.device("cuda", index), keep)
+    index = _runtime.current_stream().device_index if given is None else given
+    if index >= (count := _runtime.device_count()):
+        raise ConfigError(f"device={device!r}: there is no such device, {count} of kind {kind!r} is here")
+    return AcceleratorTransfer(torch.device(kind, index), keep)
