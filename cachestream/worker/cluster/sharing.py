@@ -43,6 +43,7 @@ _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
 _EXCHANGES: Final = 8  # shards asked for at once
+_ON_HEAD: Final = {"node:__internal_head__": 0.001}  # a node that is cut off takes no directory with it
 
 
 class FillingAlone:
@@ -145,6 +146,7 @@ class GroupMember:
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         server = ray.remote(ShardServer).options(num_cpus=0, scheduling_strategy=strategy)
         self._server = server.remote(cache.path)
+        self._ready, self._ready_by_s = self._server.ready.remote(), time.monotonic() + _CONNECT_S
         self._groups: list[Any] = []  # an actor ends once the process that has made it has no handle on it
         self._has_joined = self._joins = False
         self._num_refused = 0  # of the shards that the copier has refused, as reported
@@ -170,6 +172,7 @@ class GroupMember:
         try:
             if not self._has_joined:
                 self._join()
+            self._watch_server()
             self._sync()
         except self._ray.exceptions.RayError as error:
             self._lose_group(error)
@@ -180,7 +183,11 @@ class GroupMember:
         """Join the group. Its actor is made by the first cache, and by another one when that is gone."""
         members = identity_of(self._job, self._cluster)
         actor = self._ray.remote(GroupActor).options(
-            name=f"group {self._cluster.group}", get_if_exists=True, num_cpus=0, max_restarts=-1
+            name=f"group {self._cluster.group}",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            resources=_ON_HEAD,
         )
         group = actor.remote(members, self._cluster.replicas)
         self._groups.append(group)
@@ -194,6 +201,15 @@ class GroupMember:
         self._shards.report_all()
         self._num_refused = 0
         self._has_joined = self._joins = True
+
+    def _watch_server(self) -> None:
+        """Raise SourceUnavailableError if the shard server does not start, or has ended with its node."""
+        if self._ray.wait([self._ready], timeout=0)[0] or time.monotonic() > self._ready_by_s:
+            try:
+                self._ray.get(self._ready, timeout=0)
+            except self._ray.exceptions.RayError as error:
+                raise SourceUnavailableError(f"no shard server runs: {last_line(error)}") from error
+            self._ready, self._ready_by_s = self._server.ready.remote(), math.inf
 
     def _sync(self) -> None:
         shared = self._cache.filling.shared_pass()
@@ -231,6 +247,7 @@ class GroupMember:
             tuple(refused),
             wants=max(0, wanted),
             exchange=self._exchange(),
+            has_evicted=self._cache.filling.state().has_evicted,
             joins=self._joins,
         )
 
