@@ -11,6 +11,7 @@ import statistics
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 import xxhash
@@ -22,15 +23,14 @@ Range = tuple[int, int]  # positions [start, stop)
 
 MOST_BLOCKS: Final = 4096
 SILENT_S: Final = 20.0  # a cache that is silent for so long is gone: its blocks go to others
-_OVERDUE_S: Final = (
-    10.0  # a block that takes longer, and 4 times as long as most, is given to another cache too
-)
+_OVERDUE_S: Final = 10.0  # a block that takes longer, and 4 times the usual time, is given to another too
 # A cache that joins alone, and not empty, may come from a directory that was lost: the others follow, and have
 # their blocks before any are given.
 _SETTLE_S: Final = 3.0
 _RUNS: Final = 8  # a run of blocks is this part of a cache's share of what is left
 _MOST_RUNS: Final = 256  # of a pass
 _COPIES: Final = 16  # told at once
+_start = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ class _Member:
     seen_s: float
     undecided: set[int] = field(default_factory=set)
     making: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)  # both
     shards: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     spans: dict[str, list[Span]] = field(default_factory=dict)  # of each plan, in order
@@ -125,14 +126,12 @@ class _Member:
         """Take a report; `blocks` are those of its pass."""
         self.report, self.blocks, self.seen_s = report, blocks, now_s
         self.undecided, self.making = blocks.within(report.undecided), blocks.within(report.making)
+        self.unfinished = self.undecided | self.making
 
     @property
     def held(self) -> list[Span]:
         """The spans of its pass that it holds."""
         return self.spans.get(self.report.plan, [])
-
-    def holds(self, block: int) -> bool:
-        return covers(self.held, *self.blocks.range_of(block))
 
     def add(self, content: str, shard: _KnownShard) -> None:
         if content not in self.shards:
@@ -154,13 +153,10 @@ class _Copies:
         self.chosen: dict[str, Copy] = {}
         self._coming = {plan: list(spans) for plan, spans in member.spans.items()}
 
-    def __len__(self) -> int:
-        return len(self.chosen)
-
     def add(self, content: str, shard: _KnownShard) -> None:
         """Choose a shard, if there is room for another one."""
         coming = self._coming.setdefault(shard.plan, [])
-        if len(self) < _COPIES and content not in self.chosen and not overlap(coming, shard.spans):
+        if len(self.chosen) < _COPIES and content not in self.chosen and not overlap(coming, shard.spans):
             holders = tuple(sorted(shard.holders.items()))
             self.chosen[content] = Copy(content, shard.nbytes, shard.spans, holders)
             _insert(coming, shard.spans)
@@ -329,7 +325,7 @@ class GroupDirectory:
             elif not blocks.makers[block] and member.report.joins:
                 if block in member.making:
                     blocks.give(block, name, now_s)
-                elif block not in member.undecided and member.holds(block):
+                elif block not in member.undecided and covers(member.held, *blocks.range_of(block)):
                     blocks.give(block, name, 0.0)
                     blocks.made(block, now_s)
 
@@ -347,9 +343,10 @@ class GroupDirectory:
             elif not maker:
                 free.append(block)
             elif member.name not in keepers[maker]:
-                if blocks.is_made[block] and not self._is_unfinished(block, keepers[maker]):
+                others = (self._members[one] for one in keepers[maker])
+                if blocks.is_made[block] and not any(block in one.unfinished for one in others):
                     done.append(block)
-            elif len(copies) < _COPIES or blocks.is_made[block]:
+            elif len(copies.chosen) < _COPIES or blocks.is_made[block]:
                 found = self._copies_of(block, member)
                 for content in found:
                     copies.add(content, self._shards[content])
@@ -366,10 +363,6 @@ class GroupDirectory:
             ordinal=max(PassPlan.from_json(one.report.plan).ordinal for one in self._members.values()),
             num_members=len(self._members),
         )
-
-    def _is_unfinished(self, block: int, names: Iterable[str]) -> bool:
-        members = [self._members[name] for name in names]
-        return any(block in member.undecided or block in member.making for member in members)
 
     def _copies_of(self, block: int, member: _Member) -> list[str]:
         """The shards with samples of `block` that the cache could copy: it is undecided on all of each.
@@ -427,19 +420,19 @@ class GroupDirectory:
         A cache that evicts is offered none: it would have to evict others for them.
         """
         blocks, keepers = member.blocks, dict[str, list[str]]()
-        busy, excluded = member.undecided | member.making, member.shards | member.refused
+        excluded = member.shards | member.refused
         for content, shard in self._shards.items():
             block = shard.spans[0].start[0] // blocks.size
             if (
                 len(shard.holders) < replicas
                 and shard.plan == member.report.plan
-                and block not in busy
+                and block not in member.unfinished
                 and content not in excluded
             ):
                 maker = blocks.makers[block]
                 if maker not in keepers:
                     keepers[maker] = self._keepers(maker, shard.plan)
-                if member.name in keepers[maker] and not blocks.of_spans(shard.spans) & busy:
+                if member.name in keepers[maker] and not blocks.of_spans(shard.spans) & member.unfinished:
                     copies.add(content, shard)
 
     def _exchange(self, member: _Member, copies: _Copies) -> None:
@@ -461,9 +454,9 @@ class GroupDirectory:
             for content, shard in self._shards.items()
             if shard.plan in plans and member.name not in shard.holders and content not in member.refused
         )
-        wanted = min(_COPIES, len(copies) + member.report.exchange)
+        wanted = min(_COPIES, len(copies.chosen) + member.report.exchange)
         for _, content in found:
-            if len(copies) >= wanted:
+            if len(copies.chosen) >= wanted:
                 break
             copies.add(content, self._shards[content])
 
@@ -477,10 +470,6 @@ def _insert(spans: list[Span], others: Iterable[Span]) -> None:
     """Insert `others` into `spans`, which are ascending."""
     for other in others:
         insort(spans, other, key=_start)
-
-
-def _start(span: Span) -> tuple[int, int]:
-    return span.start
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:

@@ -70,7 +70,7 @@ _RECENT: Final = 64
 _BYTES_PER_ACTOR: Final = 8 << 20
 _MOST_BYTES: Final = 512 << 20
 _IN_FLIGHT: Final = 2  # results of one call in the object store
-_TICK_S: Final = 0.02
+_TICK_S: Final = 0.05
 _IDLE_S: Final = 0.1
 
 
@@ -110,8 +110,7 @@ class Dispatcher:
         """The growth of COUNTERS since the last call."""
         with self._counting:
             counters, self._counters = self._counters, np.zeros(len(COUNTERS))
-        found: list[float] = counters.tolist()
-        return found
+        return [float(growth) for growth in counters]
 
     @property
     def group_size(self) -> int:
@@ -207,9 +206,9 @@ class Dispatcher:
             self._fetcher.wait_for_work(_IDLE_S)
             return
         refs = list(waiting)
-        found, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        if not found:
-            found, _ = self._ray.wait(refs, num_returns=1, timeout=_TICK_S)
+        found, _ = self._ray.wait(refs, num_returns=1, timeout=_TICK_S)
+        if found and len(refs) > 1:
+            found, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in found:
             one = waiting[ref]
             if isinstance(one, PooledActor):
@@ -220,6 +219,12 @@ class Dispatcher:
     def _on_result(self, call: ActorCall) -> None:
         """Take the next result of `call`, or its end."""
         errors = self._ray.exceptions
+        deaths = (
+            errors.RayActorError,
+            errors.WorkerCrashedError,
+            errors.OutOfMemoryError,
+            errors.NodeDiedError,
+        )
         try:
             ref = call.stream._next_sync(0)  # `next` has no deadline
             if ref.is_nil():
@@ -232,12 +237,7 @@ class Dispatcher:
                 raise worker_error(error) from error
             self._lose(call, "it was restarted", is_death=False)
             self._pool.set_up_again(call.actor)
-        except (
-            errors.RayActorError,
-            errors.WorkerCrashedError,
-            errors.OutOfMemoryError,
-            errors.NodeDiedError,
-        ) as error:
+        except deaths as error:
             self._lose(call, str(error), is_death=True)
         except errors.RayError as error:  # the result was lost on its way
             self._lose(call, str(error), is_death=False)

@@ -43,7 +43,8 @@ _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
 _EXCHANGES: Final = 8  # shards asked for at once
-_ON_HEAD: Final = {"node:__internal_head__": 0.001}  # a node that is cut off takes no directory with it
+# On the head: no other node that is cut off takes the directory with it.
+_LASTING: Final[dict[str, Any]] = {"max_restarts": -1, "resources": {"node:__internal_head__": 0.001}}
 
 
 class FillingAlone:
@@ -129,16 +130,9 @@ class HeldShards:
 class GroupMember:
     """Shares the filling of `cache` with its group, until `stop`."""
 
-    def __init__(
-        self,
-        ray: Any,
-        job: Job,
-        cluster: ClusterOptions,
-        cache: Cache,
-        alone: FillingAlone,
-        stop: threading.Event,
-    ) -> None:
-        self._ray, self._job, self._cluster, self._cache = ray, job, cluster, cache
+    def __init__(self, ray: Any, job: Job, cache: Cache, alone: FillingAlone, stop: threading.Event) -> None:
+        assert job.cluster is not None
+        self._ray, self._job, self._cluster, self._cache = ray, job, job.cluster, cache
         self._alone, self._stop = alone, stop
         self.name = f"{socket.gethostname()}:{cache.path}"
         self._shards, self._copier = HeldShards(cache), Copier(ray, job, cache)
@@ -183,11 +177,7 @@ class GroupMember:
         """Join the group. Its actor is made by the first cache, and by another one when that is gone."""
         members = identity_of(self._job, self._cluster)
         actor = self._ray.remote(GroupActor).options(
-            name=f"group {self._cluster.group}",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            resources=_ON_HEAD,
+            name=f"group {self._cluster.group}", get_if_exists=True, num_cpus=0, **_LASTING
         )
         group = actor.remote(members, self._cluster.replicas)
         self._groups.append(group)
@@ -312,7 +302,7 @@ def main() -> None:
         alone = FillingAlone(cache, cluster.group, job.num_workers, stop)
         try:
             if (ray := _connect(cluster, alone, stop)) is not None:
-                GroupMember(ray, job, cluster, cache, alone, stop).run()
+                GroupMember(ray, job, cache, alone, stop).run()
         except SourceUnavailableError as error:  # another process connects again
             sys.stderr.write(f"{error}\n")
 
