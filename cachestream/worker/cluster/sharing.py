@@ -286,7 +286,7 @@ def _held_shard(root: str, shard_id: int) -> HeldShard | None:
         return None
     finally:
         shard.close()
-    return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans)
+    return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans) if spans else None
 
 
 def main() -> None:

@@ -76,8 +76,9 @@ class Site:
         self._run(
             index, name, "ray.scripts.scripts", "start", "--block", "--node-ip-address", ip, *where, *size
         )
-        started: Callable[[], bool] = lambda: self._log(name).count("Ray runtime started") > before  # noqa: E731
-        wait_until(started, f"the node of host {index} runs", START_S)
+        wait_until(
+            lambda: self._log(name).count("Ray runtime started") > before, f"node {index} runs", START_S
+        )
 
     def has_node(self, index: int) -> bool:
         """True if the Ray node of the host runs."""
@@ -113,7 +114,7 @@ class Site:
         wait_until(look, what, timeout_s)
 
     def cut(self, index: int, cut_s: float) -> int:
-        """Cut the network of a host for `cut_s`; returns the number of samples that its cache gained alone."""
+        """Cut the network of a host for `cut_s`; returns how many samples its cache gained alone."""
         before, until_s = self.caches[index].num_samples, time.monotonic() + cut_s
         self.hosts[index].cut()
         self.wait_until(lambda: time.monotonic() > until_s, "the cut is over")

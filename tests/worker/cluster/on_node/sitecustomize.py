@@ -1,7 +1,8 @@
 # ruff: noqa: INP001  a folder on the path, not a package
 """Connects a driver to the node RAY_TEST_NODE of a cluster on one machine, where Ray would take the head.
 
-"here" is the node in the network namespace of the driver. A folder with this file on PYTHONPATH does that, to all Pythons started from then on.
+"here" is the node in the network namespace of the driver. A folder with this file on PYTHONPATH does that, to
+all Pythons started from then on.
 """
 
 from __future__ import annotations
