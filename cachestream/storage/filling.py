@@ -7,6 +7,7 @@ values.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -386,7 +387,7 @@ def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | No
 
 
 def is_open(tables: Tables, pass_id: int, spans: Sequence[Span], *, is_shared: bool) -> bool:
-    """True if no shard holds samples of `spans`, and, with `is_shared`, a group decides on all their positions."""
+    """True if no shard holds samples of `spans`, and, with `is_shared`, this cache does not make them."""
     ours = np.array([[*span.start, *span.stop] for span in spans], np.int64).reshape(-1, 4)
     held = tables.span_array(pass_id)
     for first, offset, last, until in ours:
@@ -396,16 +397,14 @@ def is_open(tables: Tables, pass_id: int, spans: Sequence[Span], *, is_shared: b
             return False
     if not is_shared:
         return True
-    undecided = [(claim.position, claim.stop) for claim, owner in tables.claims(pass_id) if owner == SHARED]
-    return all(_are_within(undecided, first, last + (until > 0)) for first, _, last, until in ours)
-
-
-def _are_within(ranges: Sequence[tuple[int, int]], first: int, stop: int) -> bool:
-    """True if the positions `first` to `stop` lie in `ranges`, which are in ascending order."""
-    for start, end in ranges:
-        if start <= first < end:
-            first = end
-    return first >= stop
+    row = tables.passes()[-1]
+    making = [(claim.position, claim.stop) for claim, owner in tables.claims(pass_id) if owner != SHARED]
+    making.append((row.next_position if row.id == pass_id else 0, sys.maxsize))  # not claimed yet, or over
+    return not any(
+        first < stop and start < last + (until > 0)
+        for first, _, last, until in ours
+        for start, stop in making
+    )
 
 
 def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:

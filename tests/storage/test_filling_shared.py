@@ -129,7 +129,7 @@ def test_only_a_pass_of_which_nothing_is_done_follows_the_group(cache: Cache) ->
     assert shared.row.plan == "plan 1"
 
 
-def test_a_copy_is_published_only_where_nothing_was_decided_or_is_held(cache: Cache) -> None:
+def test_a_copy_is_published_only_where_nothing_is_made_or_held(cache: Cache) -> None:
     pass_id = begin(cache)
 
     def copy(start: tuple[int, int], stop: tuple[int, int]) -> bool:
@@ -148,8 +148,8 @@ def test_a_copy_is_published_only_where_nothing_was_decided_or_is_held(cache: Ca
     assert not copy((9, 0), (10, 1))
     assert not copy((13, 0), (15, 0))
     assert copy((14, 0), (20, 0))  # in one claim
-    assert not copy((20, 0), (21, 0))
-    assert not copy((19, 0), (22, 0))
+    assert copy((20, 0), (21, 0))  # done without samples here: another cache has lost its replica
+    assert copy((19, 0), (22, 0))
     assert copy((21, 0), (30, 0))
     assert not copy((29, 0), (30, 1))
 

@@ -61,7 +61,7 @@ class Copier:
         self._wanted: list[Copy] = []
         self._servers: Mapping[str, Any] = {}
         self._fetches: dict[Any, _Fetch] = {}
-        self._avoid_s: dict[str, float] = {}
+        self._avoid_s: dict[str, float] = {}  # a cache that is here is asked for one shard at a time
         self._attempts: Counter[str] = Counter()  # failed ones, of each shard
         self.refused: list[str] = []
         self.arrived: set[str] = set()
@@ -99,11 +99,12 @@ class Copier:
         while self._wanted and len(self._fetches) < _AT_ONCE:
             copy = self._wanted.pop(0)
             under_way = {fetch.copy.content for fetch in self._fetches.values()}
+            asked = {fetch.holder for fetch in self._fetches.values()} & self._avoid_s.keys()
             is_here = copy.content in held or copy.content in self.arrived or copy.content in under_way
             holders = [
                 one
                 for one in copy.holders
-                if one[0] in self._servers and self._avoid_s.get(one[0], 0.0) < now_s
+                if one[0] in self._servers and one[0] not in asked and self._avoid_s.get(one[0], 0.0) < now_s
             ]
             if is_here or not holders:
                 continue
@@ -184,6 +185,7 @@ class Copier:
             [content], spans, progress, reserved=[fetch.reserved], only_if=is_wanted
         )
         self.arrived.add(fetch.copy.content)
+        self._avoid_s.pop(fetch.holder, None)
         self._attempts.pop(fetch.copy.content, None)
         self.exchanged += is_foreign and shard_ids is not None
 

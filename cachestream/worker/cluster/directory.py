@@ -11,6 +11,7 @@ import statistics
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 import xxhash
@@ -22,15 +23,14 @@ Range = tuple[int, int]  # positions [start, stop)
 
 MOST_BLOCKS: Final = 4096
 SILENT_S: Final = 20.0  # a cache that is silent for so long is gone: its blocks go to others
-_OVERDUE_S: Final = (
-    10.0  # a block that takes longer, and 4 times as long as most, is given to another cache too
-)
+_OVERDUE_S: Final = 10.0  # a block that takes longer, and 4 times the usual time, is given to another too
 # A cache that joins alone, and not empty, may come from a directory that was lost: the others follow, and have
 # their blocks before any are given.
 _SETTLE_S: Final = 3.0
 _RUNS: Final = 8  # a run of blocks is this part of a cache's share of what is left
 _MOST_RUNS: Final = 256  # of a pass
 _COPIES: Final = 16  # told at once
+_start = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CacheReport:
     positions that its sampling processes have, or may take. `added` and `removed`: shards since its last
     report, all of them if it `joins`. `refused`: shards that it cannot have, since its last report: damaged
     ones, say. `wants`: the number of runs that it could begin to make. `exchange`: the number of shards of
-    other partitions that it wants.
+    other partitions that it wants. `has_evicted`: it has evicted shards in this pass.
     """
 
     plan: str
@@ -64,6 +64,7 @@ class CacheReport:
     refused: tuple[str, ...] = ()
     wants: int = 0
     exchange: int = 0
+    has_evicted: bool = False
     joins: bool = False
 
 
@@ -106,16 +107,31 @@ class _KnownShard:
     holders: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class _Member:
-    """A cache of the group, as of its last report."""
+    """A cache of the group, as of its last `report`, and the `blocks` of its pass."""
 
-    def __init__(self) -> None:
-        self.seen_s = 0.0
-        self.plan = ""
-        self.unfinished: set[int] = set()  # blocks of its pass
-        self.shards: set[str] = set()
-        self.refused: set[str] = set()
-        self.spans: dict[str, list[Span]] = {}  # of each plan, in order
+    name: str
+    report: CacheReport
+    blocks: _Blocks
+    seen_s: float
+    undecided: set[int] = field(default_factory=set)
+    making: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)  # both
+    shards: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+    spans: dict[str, list[Span]] = field(default_factory=dict)  # of each plan, in order
+
+    def take(self, report: CacheReport, blocks: _Blocks, now_s: float) -> None:
+        """Take a report; `blocks` are those of its pass."""
+        self.report, self.blocks, self.seen_s = report, blocks, now_s
+        self.undecided, self.making = blocks.within(report.undecided), blocks.within(report.making)
+        self.unfinished = self.undecided | self.making
+
+    @property
+    def held(self) -> list[Span]:
+        """The spans of its pass that it holds."""
+        return self.spans.get(self.report.plan, [])
 
     def add(self, content: str, shard: _KnownShard) -> None:
         if content not in self.shards:
@@ -128,6 +144,22 @@ class _Member:
         spans = [span for span in self.spans.pop(shard.plan, ()) if span not in gone]
         if spans:
             self.spans[shard.plan] = spans
+
+
+class _Copies:
+    """The copies of one answer: no two of them have samples in common, nor with what the cache holds."""
+
+    def __init__(self, member: _Member) -> None:
+        self.chosen: dict[str, Copy] = {}
+        self._coming = {plan: list(spans) for plan, spans in member.spans.items()}
+
+    def add(self, content: str, shard: _KnownShard) -> None:
+        """Choose a shard, if there is room for another one."""
+        coming = self._coming.setdefault(shard.plan, [])
+        if len(self.chosen) < _COPIES and content not in self.chosen and not overlap(coming, shard.spans):
+            holders = tuple(sorted(shard.holders.items()))
+            self.chosen[content] = Copy(content, shard.nbytes, shard.spans, holders)
+            _insert(coming, shard.spans)
 
 
 class _Blocks:
@@ -188,8 +220,8 @@ class GroupDirectory:
 
     `replicas`: the number of caches that keep a shard; None for all.
 
-    A shard is copied to a cache that is undecided on all of its positions and holds none of them, so no cache
-    gets a sample twice, whatever was made twice: by a cache that was believed gone, say.
+    A shard is copied to a cache that holds and makes none of its samples, so no cache gets a sample twice,
+    whatever was made twice: by a cache that was believed gone, say.
     """
 
     def __init__(self, replicas: int | None = None) -> None:
@@ -210,25 +242,24 @@ class GroupDirectory:
             self.leave(name)
             if not self._members and (report.added or report.making):
                 self._give_at_s = now_s + _SETTLE_S
-            self._members[name] = _Member()
         elif name not in self._members:
             return Answer(is_known=False)
+        blocks = self._enter_pass(name, report)
+        if report.joins:
+            self._members[name] = _Member(name, report, blocks, now_s)
         member = self._members[name]
-        member.seen_s = now_s
-        member.plan = report.plan
-        self._note_shards(name, member, report)
-        blocks = self._enter_pass(report.plan, report.length)
-        undecided = blocks.within(report.undecided)
-        member.unfinished = undecided | blocks.within(report.making)
-        self._note_progress(name, member, report, blocks, undecided, now_s)
-        return self._decide(name, member, report, blocks, undecided, now_s)
+        member.take(report, blocks, now_s)
+        self._note_shards(member)
+        self._note_progress(member, now_s)
+        return self._decide(member, now_s)
 
-    def _enter_pass(self, plan: str, length: int) -> _Blocks:
-        """The blocks of a pass; passes that no cache is in any more are forgotten."""
-        current = {member.plan for member in self._members.values()}
+    def _enter_pass(self, name: str, report: CacheReport) -> _Blocks:
+        """The blocks of the pass of a report; passes that no cache is in any more are forgotten."""
+        plan = report.plan
+        current = {one.report.plan for other, one in self._members.items() if other != name} | {plan}
         self._passes = {known: blocks for known, blocks in self._passes.items() if known in current}
         if plan not in self._passes:
-            self._passes[plan] = blocks = _Blocks(length)
+            self._passes[plan] = blocks = _Blocks(report.length)
             for content, shard in self._shards.items():
                 if shard.plan == plan:
                     blocks.enter(content, shard.spans)
@@ -253,16 +284,17 @@ class GroupDirectory:
                 if maker == name and not blocks.is_made[block]:
                     blocks.give(block, "", 0.0)
 
-    def _note_shards(self, name: str, member: _Member, report: CacheReport) -> None:
+    def _note_shards(self, member: _Member) -> None:
+        report = member.report
         for content in report.removed:
             if content in member.shards:
                 member.remove(content, self._shards[content])
-                self._drop(content, name)
+                self._drop(content, member.name)
         for held in report.added:
             shard = self._shards.get(held.content)
             if shard is None:
                 shard = self._shards[held.content] = _KnownShard(held.nbytes, held.plan, held.spans)
-            shard.holders[name] = held.shard_id
+            shard.holders[member.name] = held.shard_id
             member.add(held.content, shard)
             if (blocks := self._passes.get(held.plan)) is not None:
                 blocks.enter(held.content, held.spans)
@@ -279,137 +311,88 @@ class GroupDirectory:
                 for block in blocks.of_spans(shard.spans):
                     blocks.shards[block].discard(content)
 
-    def _note_progress(
-        self,
-        name: str,
-        member: _Member,
-        report: CacheReport,
-        blocks: _Blocks,
-        undecided: set[int],
-        now_s: float,
-    ) -> None:
+    def _note_progress(self, member: _Member, now_s: float) -> None:
         """Note what the cache makes, and what it has made."""
-        making = blocks.within(report.making)
-        held = member.spans.get(report.plan, [])
+        blocks, name = member.blocks, member.name
         for block in range(blocks.count):
             if blocks.makers[block] == name:
-                if block in making or blocks.is_made[block]:
+                if block in member.making or blocks.is_made[block]:
                     continue
-                if block in undecided:  # the answer that gave it was lost
+                if block in member.undecided:  # the answer that gave it was lost
                     blocks.give(block, "", 0.0)
                 else:
                     blocks.made(block, now_s)
-            elif not blocks.makers[block] and report.joins:
-                if block in making:
+            elif not blocks.makers[block] and member.report.joins:
+                if block in member.making:
                     blocks.give(block, name, now_s)
-                elif block not in undecided and covers(held, *blocks.range_of(block)):
+                elif block not in member.undecided and covers(member.held, *blocks.range_of(block)):
                     blocks.give(block, name, 0.0)
                     blocks.made(block, now_s)
 
-    def _decide(
-        self,
-        name: str,
-        member: _Member,
-        report: CacheReport,
-        blocks: _Blocks,
-        undecided: set[int],
-        now_s: float,
-    ) -> Answer:
-        held = member.spans.get(report.plan, [])
-        coming = list(held)  # the spans that it has when its copies have come
+    def _decide(self, member: _Member, now_s: float) -> Answer:
+        report, blocks, held, copies = member.report, member.blocks, member.held, _Copies(member)
         done: list[int] = []
         free: list[int] = []
         lost: list[int] = []
-        copies: dict[str, Copy] = {}
-        makers = {blocks.makers[block] for block in undecided}
+        makers = {blocks.makers[block] for block in member.undecided}
         keepers = {maker: self._keepers(maker, report.plan) for maker in makers}
-        for block in sorted(undecided):
+        for block in sorted(member.undecided):
             maker = blocks.makers[block]
             if covers(held, *blocks.range_of(block)):
                 done.append(block)
             elif not maker:
                 free.append(block)
-            elif name not in keepers[maker]:
-                if blocks.is_made[block] and not self._unfinished(block, keepers[maker]):
+            elif member.name not in keepers[maker]:
+                others = (self._members[one] for one in keepers[maker])
+                if blocks.is_made[block] and not any(block in one.unfinished for one in others):
                     done.append(block)
-            elif len(copies) < _COPIES or blocks.is_made[block]:
-                found = self._copies_for(name, member, block, held, undecided, blocks)
-                if not self._choose(found, coming, copies) and blocks.is_made[block]:
+            elif len(copies.chosen) < _COPIES or blocks.is_made[block]:
+                found = self._copies_of(block, member)
+                for content in found:
+                    copies.add(content, self._shards[content])
+                if not found and blocks.is_made[block]:
                     lost.append(block)
-        given = self._give(name, blocks, free, lost, undecided, report.wants, now_s)
-        if report.exchange:
-            self._exchange(name, member, report, copies)
+        given = self._give(member, free, lost, now_s)
+        if self.replicas is not None and now_s >= self._give_at_s and not report.has_evicted:
+            self._restore(member, copies, self.replicas)
+        self._exchange(member, copies)
         return Answer(
             _joined(map(blocks.range_of, given)),
             _joined(map(blocks.range_of, done)),
-            tuple(copies.values()),
-            ordinal=max(PassPlan.from_json(one.plan).ordinal for one in self._members.values()),
+            tuple(copies.chosen.values()),
+            ordinal=max(PassPlan.from_json(one.report.plan).ordinal for one in self._members.values()),
             num_members=len(self._members),
         )
 
-    def _unfinished(self, block: int, names: Iterable[str]) -> bool:
-        return any(block in self._members[one].unfinished for one in names)
-
-    def _copies_for(
-        self,
-        name: str,
-        member: _Member,
-        block: int,
-        held: list[Span],
-        undecided: set[int],
-        blocks: _Blocks,
-    ) -> Iterator[str]:
-        """The shards with samples of `block` that the cache could copy.
+    def _copies_of(self, block: int, member: _Member) -> list[str]:
+        """The shards with samples of `block` that the cache could copy: it is undecided on all of each.
 
         Where samples were made twice, the shards of one cache come first: those of several would leave gaps.
         """
-        return (
-            content
-            for _, content in sorted(
-                (min(self._shards[one].holders), one) for one in blocks.shards[block] - member.refused
-            )
-            if name not in (shard := self._shards[content]).holders
-            and blocks.of_spans(shard.spans) <= undecided
-            and not overlap(held, shard.spans)
+        found = {content: self._shards[content] for content in member.blocks.shards[block] - member.refused}
+        return sorted(
+            (
+                content
+                for content, shard in found.items()
+                if member.name not in shard.holders
+                and member.blocks.of_spans(shard.spans) <= member.undecided
+                and not overlap(member.held, shard.spans)
+            ),
+            key=lambda content: (min(found[content].holders), content),
         )
 
-    def _choose(self, found: Iterator[str], coming: list[Span], copies: dict[str, Copy]) -> bool:
-        """Add to `copies` those of `found` that have no samples in common with the others.
-
-        Returns False if there are none in `found`.
-        """
-        content = next(found, None)
-        has_any = content is not None
-        while content is not None and len(copies) < _COPIES:
-            shard = self._shards[content]
-            if content not in copies and not overlap(coming, shard.spans):
-                copies[content] = Copy(
-                    content, shard.nbytes, shard.spans, tuple(sorted(shard.holders.items()))
-                )
-                _insert(coming, shard.spans)
-            content = next(found, None)
-        return has_any
-
-    def _give(
-        self,
-        name: str,
-        blocks: _Blocks,
-        free: list[int],
-        lost: list[int],
-        undecided: set[int],
-        wants: int,
-        now_s: float,
-    ) -> list[int]:
+    def _give(self, member: _Member, free: list[int], lost: list[int], now_s: float) -> list[int]:
         """Give the cache blocks to make: free ones, those whose samples are lost, or those that take long.
 
         Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
         """
         given: list[int] = []
-        for _ in range(wants if now_s >= self._give_at_s else 0):
+        blocks, name = member.blocks, member.name
+        for _ in range(member.report.wants if now_s >= self._give_at_s else 0):
             chosen = free or lost
             if not chosen:
                 late = [block for block in blocks.overdue(now_s) if blocks.makers[block] != name]
-                chosen = [block for block in late if block in undecided][:1]
+                chosen = [block for block in late if block in member.undecided][:1]
             size = max(1, blocks.count // _MOST_RUNS, len(chosen) // (_RUNS * len(self._members)))
             run, chosen[:size] = chosen[:size], []
             for block in run:
@@ -422,19 +405,44 @@ class GroupDirectory:
 
         Few choices change with the members (Karger et al., "Consistent Hashing and Random Trees", 1997).
         """
-        ring = sorted((_place(one), one) for one, member in self._members.items() if member.plan == plan)
+        ring = sorted(
+            (_place(one), one) for one, member in self._members.items() if member.report.plan == plan
+        )
         names = [one for _, one in ring]
         if self.replicas is None:
             return names
         first = bisect_left(ring, (_place(maker), maker))
         return (names[first:] + names[:first])[: self.replicas]
 
-    def _exchange(self, name: str, member: _Member, report: CacheReport, copies: dict[str, Copy]) -> None:
-        """Add shards of other partitions to `copies`, a choice of its own for each cache.
+    def _restore(self, member: _Member, copies: _Copies, replicas: int) -> None:
+        """Add shards of which replicas were lost, as with a cache that is gone, if this one is to keep them.
+
+        A cache that evicts is offered none: it would have to evict others for them.
+        """
+        blocks, keepers = member.blocks, dict[str, list[str]]()
+        excluded = member.shards | member.refused
+        for content, shard in self._shards.items():
+            block = shard.spans[0].start[0] // blocks.size
+            if (
+                len(shard.holders) < replicas
+                and shard.plan == member.report.plan
+                and block not in member.unfinished
+                and content not in excluded
+            ):
+                maker = blocks.makers[block]
+                if maker not in keepers:
+                    keepers[maker] = self._keepers(maker, shard.plan)
+                if member.name in keepers[maker] and not blocks.of_spans(shard.spans) & member.unfinished:
+                    copies.add(content, shard)
+
+    def _exchange(self, member: _Member, copies: _Copies) -> None:
+        """Add shards of other partitions, a choice of its own for each cache.
 
         Of one partition only those of one pass: two passes have the same samples in different shards.
         """
-        ours = PassPlan.from_json(report.plan).partition
+        if not member.report.exchange:
+            return
+        ours = PassPlan.from_json(member.report.plan).partition
         allowed: dict[str, str] = {}
         for plan in [*member.spans, *self._passes]:
             if partition := PassPlan.from_json(plan).partition:
@@ -442,16 +450,15 @@ class GroupDirectory:
         allowed.pop(str(ours), None)
         plans = set(allowed.values())
         found = sorted(
-            (xxhash.xxh3_64_intdigest(f"{content} {name}".encode()), content)
+            (xxhash.xxh3_64_intdigest(f"{content} {member.name}".encode()), content)
             for content, shard in self._shards.items()
-            if shard.plan in plans and name not in shard.holders and content not in member.refused
+            if shard.plan in plans and member.name not in shard.holders and content not in member.refused
         )
-        coming = {plan: list(member.spans.get(plan, ())) for plan in plans}
-        wanted = min(_COPIES, len(copies) + report.exchange)
+        wanted = min(_COPIES, len(copies.chosen) + member.report.exchange)
         for _, content in found:
-            if len(copies) >= wanted:
+            if len(copies.chosen) >= wanted:
                 break
-            self._choose(iter([content]), coming[self._shards[content].plan], copies)
+            copies.add(content, self._shards[content])
 
 
 def _place(name: str) -> int:
@@ -463,10 +470,6 @@ def _insert(spans: list[Span], others: Iterable[Span]) -> None:
     """Insert `others` into `spans`, which are ascending."""
     for other in others:
         insort(spans, other, key=_start)
-
-
-def _start(span: Span) -> tuple[int, int]:
-    return span.start
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:

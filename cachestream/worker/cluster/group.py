@@ -80,6 +80,9 @@ class ShardServer:
     def __init__(self, root: str) -> None:
         self._cache = Cache(root)
 
+    def ready(self) -> None:
+        """Do nothing: an answer shows that the server runs."""
+
     def read(self, shard_id: int) -> npt.NDArray[np.uint8]:
         """The file of a shard, uint8 `[nbytes]`; raises FileNotFoundError for one that was evicted."""
         lease = self._cache.reservations.hold(np.array([[shard_id, shard_id]], np.int64))

@@ -140,7 +140,8 @@ class _RaggedColumn:
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> _RaggedColumn:
-        data = np.frombuffer(b"".join(values) or bytearray(), np.uint8)
+        data = values[0] if len(values) == 1 else b"".join(values)
+        data = np.frombuffer(data if len(data) else bytearray(), np.uint8)
         return cls(data, np.fromiter(map(len, values), np.int64, len(values)))
 
     def column(self) -> Column:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,17 +27,23 @@ from cachestream.schema import Schema
 from cachestream.storage.cache import Cache
 from cachestream.storage.telemetry import Slot, board_text
 from cachestream.transport import object_limit
-from cachestream.worker.cluster.connection import ClusterOptions, check_port, connect
+from cachestream.worker.cluster.actor_pool import (
+    GET_S,
+    MOST_DEATHS,
+    ActorCall,
+    ActorPool,
+    PooledActor,
+    worker_error,
+)
+from cachestream.worker.cluster.connection import ClusterOptions, connect
 from cachestream.worker.cluster.read_actor import (
     CALLS,
     COUNTERS,
     NotSetUpError,
-    ReadActor,
     ReadResult,
     UnitEnd,
     UnitTask,
     arrived,
-    installed_version,
     outcome,
 )
 from cachestream.worker.cluster.remote_fetcher import RemoteFetcher
@@ -55,76 +61,27 @@ GROUP_BYTES: Final = 8 << 20
 MOST_UNITS: Final = 256  # of a group
 BACKUP_S: Final = 2.0
 BACKUP_FACTOR: Final = 4.0  # of the median time of a unit
-MOST_DEATHS: Final = 3  # of actors that read the same unit alone
 _WINDOW: Final = 2  # units submitted ahead, in multiples of those that are read
 _GROUPS_PER_CLAIM: Final = 2
 _STOP_S: Final = 1.0
-_UNIT_S, _UNIT_BYTES = 0.25, 1 << 20  # assumed of the first unit
+_UNIT_BYTES: Final = 1 << 20  # assumed of the first unit
 _MEMORY: Final = 0.7  # of the last estimate, in a moving average
 _RECENT: Final = 64
 _BYTES_PER_ACTOR: Final = 8 << 20
 _MOST_BYTES: Final = 512 << 20
 _IN_FLIGHT: Final = 2  # results of one call in the object store
-_TICK_S: Final = 0.02
+_TICK_S: Final = 0.05
 _IDLE_S: Final = 0.1
-_GET_S: Final = 10.0
-_AGAIN_S: Final = 0.5
-_ABSENT_S: Final = 5.0
-_RECONNECT_S: Final = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class _Actor:
-    """An actor; it is given units once its `ping` has been answered, and not while `ping_at_s` is set."""
-
-    handle: Any
-    ping: Any = None
-    ping_at_s: float = 0.0
-    ready: bool = False
-    calls: list[_Call] = field(default_factory=list)
-    unit_s: float = _UNIT_S
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A group of units that an actor reads; `alone`: nothing else is read by the actor meanwhile.
-
-    The unit at `index` is read now, since `unit_since_s`. The last result came at `heard_s`. `work_s`: the
-    time that the actor has spent on it.
-    """
-
-    actor: _Actor
-    stream: Any
-    units: list[UnitRead]
-    alone: bool
-    heard_s: float
-    unit_since_s: float
-    index: int = 0
-    work_s: float = 0.0
-    bytes: int = 0
-    was_killed: bool = False
-
-    @property
-    def left(self) -> list[UnitRead]:
-        """The units that have not been read to their end."""
-        return [unit_read for unit_read in self.units[self.index :] if not unit_read.finished]
 
 
 class Dispatcher:
     """Has the units of `fetcher` read by actors; `run` is the target of a thread."""
 
     def __init__(self, ray: Any, job: Job, options: ClusterOptions, fetcher: RemoteFetcher) -> None:
-        self._ray, self._options, self._fetcher = ray, options, fetcher
+        self._ray, self._fetcher = ray, fetcher
         self._hang_s = job.hang_timeout_s
-        self._address = ray.get_runtime_context().gcs_address
-        self._class = ray.remote(ReadActor).options(
-            **{"num_cpus": 1, "max_restarts": -1, **options.actor_options, "max_concurrency": CALLS}
-        )
-        self._job_ref = ray.put(_for_travel(job))
-        self._actors = [_Actor(self._create()) for _ in range(options.num_actors)]
-        self._failed_starts = 0
-        self._absent_s, self._check_at_s, self._was_ready = time.monotonic(), 0.0, False
-        self._reading: dict[UnitRead, list[_Call]] = {}
+        self._pool = ActorPool(ray, job, options)
+        self._reading: dict[UnitRead, list[ActorCall]] = {}
         self._suspects: deque[UnitRead] = deque()  # units to be read alone
         self._deaths: Counter[UnitRead] = Counter()  # of actors that read them alone; 0 after others
         self._unit_s: deque[float] = deque(maxlen=_RECENT)
@@ -134,15 +91,12 @@ class Dispatcher:
         self._counting = threading.Lock()
         self.plan = ""
 
-    def _create(self) -> Any:
-        return self._class.remote()
-
     def run(self) -> None:
         """Work until the fetcher is stopped; an error ends the fetcher."""
         try:
             while not self._fetcher.stopped:
                 now_s = time.monotonic()
-                self._ping_actors(now_s)
+                self._fetcher.absence = self._pool.tick(now_s)
                 self._assign(now_s)
                 self._back_up(now_s)
                 self._kill_hanging(now_s)
@@ -150,91 +104,29 @@ class Dispatcher:
         except BaseException as error:  # noqa: BLE001  raised again in the main thread
             self._fetcher.fail(error)
         finally:
-            for actor in self._actors:
-                self._ray.kill(actor.handle)
+            self._pool.close()
 
     def take_counters(self) -> list[float]:
         """The growth of COUNTERS since the last call."""
         with self._counting:
             counters, self._counters = self._counters, np.zeros(len(COUNTERS))
-        found: list[float] = counters.tolist()
-        return found
+        return [float(growth) for growth in counters]
 
     @property
     def group_size(self) -> int:
         """The number of units that make a group of an actor of the usual speed."""
-        unit_s = statistics.median(actor.unit_s for actor in self._actors)
+        unit_s = statistics.median(actor.unit_s for actor in self._pool.actors)
         return self._size(unit_s)
 
     def _size(self, unit_s: float) -> int:
         most = min(MOST_UNITS, GROUP_S / max(unit_s, 1e-6), GROUP_BYTES / max(self._unit_bytes, 1.0))
         return max(1, int(most))
 
-    # --- actors
-
-    def _ping_actors(self, now_s: float) -> None:
-        for actor in self._actors:
-            if not actor.ready and actor.ping is None and now_s >= actor.ping_at_s:
-                actor.ping = actor.handle.ready.remote(
-                    installed_version(), self._job_ref, self._options.num_actors
-                )
-        if any(actor.ready for actor in self._actors):
-            self._absent_s, self._fetcher.absence, self._was_ready = now_s, None, True
-        elif now_s - self._absent_s > _ABSENT_S and now_s >= self._check_at_s:
-            self._check_at_s = now_s + _ABSENT_S
-            self._check_cluster(now_s)
-
-    def _check_cluster(self, now_s: float) -> None:
-        """Tell that no actor is ready; raises SourceUnavailableError if the cluster is gone."""
-        try:
-            check_port(self._address)
-        except OSError as error:
-            raise SourceUnavailableError(
-                f"the Ray cluster at {self._address} does not answer: {error}"
-            ) from error
-        if (
-            self._was_ready and now_s - self._absent_s > _RECONNECT_S
-        ):  # a new cluster may have the same address
-            raise SourceUnavailableError(f"the Ray cluster at {self._address} has lost all actors")
-        options = {"num_cpus": 1, **self._options.actor_options}
-        reason = f"no actor runs yet: the Ray cluster at {self._address} has no room for {options}"
-        self._fetcher.absence = Stall(self._absent_s, reason)
-
-    def _on_ping(self, actor: _Actor) -> None:
-        """Take the answer of an actor that was asked whether it is ready."""
-        ping, actor.ping = actor.ping, None
-        errors = self._ray.exceptions
-        try:
-            self._ray.get(ping, timeout=_GET_S)
-        except errors.RayTaskError as error:
-            raise _worker_error(error) from error
-        except errors.ActorDiedError as error:
-            self._failed_starts += 1
-            if self._failed_starts >= MOST_DEATHS:
-                raise WorkerError(f"the actors of engine='ray' die when they start: {error}") from error
-            self._replace(actor)
-        except errors.RayError:
-            actor.ping_at_s = time.monotonic() + _AGAIN_S
-        else:
-            actor.ready, self._failed_starts = True, 0
-
-    def _replace(self, actor: _Actor) -> None:
-        """Make another actor in place of one that is dead, or that does not answer."""
-        self._ray.kill(actor.handle)
-        actor.handle, actor.ready, actor.ping = self._create(), False, None
-        actor.ping_at_s = time.monotonic() + _AGAIN_S
-
-    @staticmethod
-    def _set_up_again(actor: _Actor) -> None:
-        """Use an actor that was restarted once it is ready."""
-        if actor.ready:
-            actor.ready, actor.ping_at_s = False, time.monotonic() + _AGAIN_S
-
     # --- assignment
 
     def _assign(self, now_s: float) -> None:
         """Give units to actors: suspects alone, else as many as make good groups."""
-        ready = [actor for actor in self._actors if actor.ready]
+        ready = [actor for actor in self._pool.actors if actor.ready]
         if self._suspects:
             for actor in ready:
                 if self._suspects and not actor.calls:
@@ -249,18 +141,18 @@ class Dispatcher:
                     return
                 self._call(actor, units, now_s)
 
-    def _call(self, actor: _Actor, units: list[UnitRead], now_s: float, *, alone: bool = False) -> None:
+    def _call(self, actor: PooledActor, units: list[UnitRead], now_s: float, *, alone: bool = False) -> None:
         tasks = [UnitTask.of(unit_read, now_s) for unit_read in units]
         stream = actor.handle.read.options(
             num_returns="streaming", _generator_backpressure_num_objects=_IN_FLIGHT
         ).remote(self.plan, tasks, object_limit.limit_bytes(1 << 62))
-        call = _Call(actor, stream, units, alone, now_s, now_s)
+        call = ActorCall(actor, stream, units, alone, now_s, now_s)
         actor.calls.append(call)
         for unit_read in units:
             self._reading.setdefault(unit_read, []).append(call)
 
-    def _calls(self) -> Iterable[_Call]:
-        return [call for actor in self._actors for call in actor.calls]
+    def _calls(self) -> Iterable[ActorCall]:
+        return [call for actor in self._pool.actors for call in actor.calls]
 
     def _back_up(self, now_s: float) -> None:
         """Have units that take much longer than others read by another actor as well."""
@@ -274,7 +166,7 @@ class Dispatcher:
                 continue
             others = [
                 actor
-                for actor in self._actors
+                for actor in self._pool.actors
                 if actor is not call.actor
                 and actor.ready
                 and len(actor.calls) < CALLS
@@ -290,7 +182,7 @@ class Dispatcher:
                 continue
             call.heard_s = now_s
             if call.was_killed:
-                self._replace(call.actor)
+                self._pool.replace(call.actor)
                 self._lose(call, "it did not answer", is_death=True)
             else:
                 call.was_killed = True
@@ -300,7 +192,9 @@ class Dispatcher:
 
     def _receive(self, now_s: float) -> None:
         """Take what actors have sent, as far as there is room for it."""
-        waiting: dict[Any, _Actor | _Call] = {a.ping: a for a in self._actors if a.ping is not None}
+        waiting: dict[Any, PooledActor | ActorCall] = {
+            a.ping: a for a in self._pool.actors if a.ping is not None
+        }
         for call in self._calls():
             left = call.left
             if left and not self._fetcher.has_room(left[0]):
@@ -312,44 +206,45 @@ class Dispatcher:
             self._fetcher.wait_for_work(_IDLE_S)
             return
         refs = list(waiting)
-        found, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        if not found:
-            found, _ = self._ray.wait(refs, num_returns=1, timeout=_TICK_S)
+        found, _ = self._ray.wait(refs, num_returns=1, timeout=_TICK_S)
+        if found and len(refs) > 1:
+            found, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in found:
             one = waiting[ref]
-            if isinstance(one, _Actor):
-                self._on_ping(one)
+            if isinstance(one, PooledActor):
+                self._pool.take_answer(one)
             else:
                 self._on_result(one)
 
-    def _on_result(self, call: _Call) -> None:
+    def _on_result(self, call: ActorCall) -> None:
         """Take the next result of `call`, or its end."""
         errors = self._ray.exceptions
-        try:
-            ref = call.stream._next_sync(0)  # `next` has no deadline
-            if ref.is_nil():
-                return
-            result = self._ray.get(ref, timeout=_GET_S)
-        except StopIteration:
-            self._lose(call, "it ended early", is_death=False)
-        except errors.RayTaskError as error:
-            if not isinstance(error.cause, NotSetUpError):
-                raise _worker_error(error) from error
-            self._lose(call, "it was restarted", is_death=False)
-            self._set_up_again(call.actor)
-        except (
+        deaths = (
             errors.RayActorError,
             errors.WorkerCrashedError,
             errors.OutOfMemoryError,
             errors.NodeDiedError,
-        ) as error:
+        )
+        try:
+            ref = call.stream._next_sync(0)  # `next` has no deadline
+            if ref.is_nil():
+                return
+            result = self._ray.get(ref, timeout=GET_S)
+        except StopIteration:
+            self._lose(call, "it ended early", is_death=False)
+        except errors.RayTaskError as error:
+            if not isinstance(error.cause, NotSetUpError):
+                raise worker_error(error) from error
+            self._lose(call, "it was restarted", is_death=False)
+            self._pool.set_up_again(call.actor)
+        except deaths as error:
             self._lose(call, str(error), is_death=True)
         except errors.RayError as error:  # the result was lost on its way
             self._lose(call, str(error), is_death=False)
         else:
             self._on_items(call, result)
 
-    def _on_items(self, call: _Call, result: ReadResult) -> None:
+    def _on_items(self, call: ActorCall, result: ReadResult) -> None:
         now_s = time.monotonic()
         call.heard_s = now_s
         call.work_s += result.work_s
@@ -374,7 +269,7 @@ class Dispatcher:
             self._schemas.clear()
         return replace(chunk, samples=arrived(chunk.samples, schema))
 
-    def _learn(self, call: _Call, units: int) -> None:
+    def _learn(self, call: ActorCall, units: int) -> None:
         """Learn from `units` that have ended how long a unit takes, and how large it is."""
         if not units:
             return
@@ -384,7 +279,7 @@ class Dispatcher:
         self._unit_s.append(unit_s)
         call.work_s, call.bytes = 0.0, 0
 
-    def _on_end(self, call: _Call, unit_read: UnitRead, end: UnitEnd, now_s: float) -> None:
+    def _on_end(self, call: ActorCall, unit_read: UnitRead, end: UnitEnd, now_s: float) -> None:
         others = self._forget(unit_read, call)
         if unit_read.finished:
             return
@@ -396,7 +291,7 @@ class Dispatcher:
             unit_read.stall, unit_read.retries = Stall(now_s - end.stall_age_s, reason), end.retries
             self._fetcher.pause(unit_read, end.pause_s)
 
-    def _forget(self, unit_read: UnitRead, call: _Call) -> bool:
+    def _forget(self, unit_read: UnitRead, call: ActorCall) -> bool:
         """Note that `call` reads the unit no more; True if another call does."""
         calls = self._reading.get(unit_read, [])
         if call in calls:
@@ -405,7 +300,7 @@ class Dispatcher:
             self._reading.pop(unit_read, None)
         return bool(calls)
 
-    def _lose(self, call: _Call, reason: str, *, is_death: bool) -> None:
+    def _lose(self, call: ActorCall, reason: str, *, is_death: bool) -> None:
         """End a call, and have the units that it has not read to their end read again."""
         actor, left = call.actor, call.left
         if call in actor.calls:
@@ -418,7 +313,7 @@ class Dispatcher:
         if not is_death:
             self._fetcher.give_back(again)
             return
-        self._set_up_again(actor)
+        self._pool.set_up_again(actor)
         for unit_read in again:
             # A hang is not from outside, as a kill may be.
             self._deaths[unit_read] += (2 if call.was_killed else 1) if call.alone else 0
@@ -428,19 +323,6 @@ class Dispatcher:
                 self._fetcher.end(unit_read, error)
             else:
                 self._suspects.append(unit_read)
-
-
-def _worker_error(error: Any) -> WorkerError:
-    """The error of an actor's own code, which would come again."""
-    cause = getattr(error, "cause", None)
-    message = str(cause.args[0]) if isinstance(cause, WorkerError) else f"{type(cause).__name__}: {cause}"
-    return WorkerError(f"an actor of engine='ray' failed: {message}", str(error))
-
-
-def _for_travel(job: Job) -> Job:
-    """The job with its large buffers as arrays, which the object store hands over without a copy."""
-    buffers: Any = tuple(np.frombuffer(buffer, np.uint8) for buffer in job.payload.buffers)
-    return replace(job, payload=replace(job.payload, buffers=buffers), sampler=None)
 
 
 class RayEngine:

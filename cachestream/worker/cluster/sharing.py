@@ -43,6 +43,8 @@ _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
 _EXCHANGES: Final = 8  # shards asked for at once
+# On the head: no other node that is cut off takes the directory with it.
+_LASTING: Final[dict[str, Any]] = {"max_restarts": -1, "resources": {"node:__internal_head__": 0.001}}
 
 
 class FillingAlone:
@@ -128,16 +130,9 @@ class HeldShards:
 class GroupMember:
     """Shares the filling of `cache` with its group, until `stop`."""
 
-    def __init__(
-        self,
-        ray: Any,
-        job: Job,
-        cluster: ClusterOptions,
-        cache: Cache,
-        alone: FillingAlone,
-        stop: threading.Event,
-    ) -> None:
-        self._ray, self._job, self._cluster, self._cache = ray, job, cluster, cache
+    def __init__(self, ray: Any, job: Job, cache: Cache, alone: FillingAlone, stop: threading.Event) -> None:
+        assert job.cluster is not None
+        self._ray, self._job, self._cluster, self._cache = ray, job, job.cluster, cache
         self._alone, self._stop = alone, stop
         self.name = f"{socket.gethostname()}:{cache.path}"
         self._shards, self._copier = HeldShards(cache), Copier(ray, job, cache)
@@ -145,6 +140,7 @@ class GroupMember:
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         server = ray.remote(ShardServer).options(num_cpus=0, scheduling_strategy=strategy)
         self._server = server.remote(cache.path)
+        self._ready, self._ready_by_s = self._server.ready.remote(), time.monotonic() + _CONNECT_S
         self._groups: list[Any] = []  # an actor ends once the process that has made it has no handle on it
         self._has_joined = self._joins = False
         self._num_refused = 0  # of the shards that the copier has refused, as reported
@@ -170,6 +166,7 @@ class GroupMember:
         try:
             if not self._has_joined:
                 self._join()
+            self._watch_server()
             self._sync()
         except self._ray.exceptions.RayError as error:
             self._lose_group(error)
@@ -180,7 +177,7 @@ class GroupMember:
         """Join the group. Its actor is made by the first cache, and by another one when that is gone."""
         members = identity_of(self._job, self._cluster)
         actor = self._ray.remote(GroupActor).options(
-            name=f"group {self._cluster.group}", get_if_exists=True, num_cpus=0, max_restarts=-1
+            name=f"group {self._cluster.group}", get_if_exists=True, num_cpus=0, **_LASTING
         )
         group = actor.remote(members, self._cluster.replicas)
         self._groups.append(group)
@@ -194,6 +191,15 @@ class GroupMember:
         self._shards.report_all()
         self._num_refused = 0
         self._has_joined = self._joins = True
+
+    def _watch_server(self) -> None:
+        """Raise SourceUnavailableError if the shard server does not start, or has ended with its node."""
+        if self._ray.wait([self._ready], timeout=0)[0] or time.monotonic() > self._ready_by_s:
+            try:
+                self._ray.get(self._ready, timeout=0)
+            except self._ray.exceptions.RayError as error:
+                raise SourceUnavailableError(f"no shard server runs: {last_line(error)}") from error
+            self._ready, self._ready_by_s = self._server.ready.remote(), math.inf
 
     def _sync(self) -> None:
         shared = self._cache.filling.shared_pass()
@@ -231,6 +237,7 @@ class GroupMember:
             tuple(refused),
             wants=max(0, wanted),
             exchange=self._exchange(),
+            has_evicted=self._cache.filling.state().has_evicted,
             joins=self._joins,
         )
 
@@ -279,7 +286,7 @@ def _held_shard(root: str, shard_id: int) -> HeldShard | None:
         return None
     finally:
         shard.close()
-    return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans)
+    return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans) if spans else None
 
 
 def main() -> None:
@@ -295,7 +302,7 @@ def main() -> None:
         alone = FillingAlone(cache, cluster.group, job.num_workers, stop)
         try:
             if (ray := _connect(cluster, alone, stop)) is not None:
-                GroupMember(ray, job, cluster, cache, alone, stop).run()
+                GroupMember(ray, job, cache, alone, stop).run()
         except SourceUnavailableError as error:  # another process connects again
             sys.stderr.write(f"{error}\n")
 

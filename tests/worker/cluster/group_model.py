@@ -115,6 +115,7 @@ class MemberModel:
             tuple(self.refused),
             2 if len(self.making) < 4 else 0,
             self.exchange,
+            bool(self.evicted),
             self.joins,
         )
 
@@ -174,7 +175,7 @@ class MemberModel:
                 return
 
     def arrive(self, number: int) -> None:
-        """Publish a shard that was asked for, unless its positions have been decided on meanwhile."""
+        """Publish a shard that was asked for, unless it makes or holds some of it meanwhile."""
         if not self.arriving:
             return
         shard = self.arriving.pop(number % len(self.arriving))
@@ -182,7 +183,7 @@ class MemberModel:
         if shard.plan != self.plan:
             assert shard.content not in self.shards
             self._enter(shard)
-        elif {position for position, _ in samples} <= self.undecided and not samples & self.held:
+        elif not {position for position, _ in samples} & self.making and not samples & self.held:
             self._enter(shard)
 
     def evict(self, number: int) -> None:
@@ -213,18 +214,24 @@ class GroupModel:
     def sync(self, name: str, *, is_lost: bool = False) -> None:
         """Let the cache report; with `is_lost`, the answer does not come, and the cache joins again."""
         member = self.members[name]
-        undecided, held = set(member.undecided), set(member.held)
+        undecided, making, held = set(member.undecided), set(member.making), set(member.held)
         report = member.report()
         answer = self.directory.sync(name, report, self.now_s)
         if answer.is_known:
-            self.check(member, report, answer, undecided, held)
+            self.check(member, report, answer, undecided, making, held)
         if is_lost:
             member.rejoin()
         else:
             member.follow(answer)
 
     def check(
-        self, member: MemberModel, report: CacheReport, answer: Answer, undecided: set[int], held: set[Sample]
+        self,
+        member: MemberModel,
+        report: CacheReport,
+        answer: Answer,
+        undecided: set[int],
+        making: set[int],
+        held: set[Sample],
     ) -> None:
         """Check the invariants of an answer."""
         make, done = (
@@ -247,8 +254,10 @@ class GroupModel:
             assert not samples & coming, "two copies have a sample in common"
             coming |= samples
             if shard.plan == member.plan:
-                assert {position for _, (position, _) in samples} <= undecided
+                positions = {position for _, (position, _) in samples}
                 assert not {one for _, one in samples} & held
+                is_restored = not positions & (undecided | making)
+                assert positions <= undecided or (is_restored and not member.evicted)
 
     def step(self, name: str, action: str, number: int = 0) -> None:
         member = self.members[name]
@@ -277,16 +286,20 @@ class GroupModel:
         for number in range(most_rounds):
             if all(member.is_done for member in self.members.values()):
                 return number
-            for name in rng.sample(sorted(self.members), len(self.members)):
-                member = self.members[name]
-                self.sync(name)
-                member.make(rng.randint(1, 12))
-                for _ in range(4):
-                    member.ask(self.members, rng.randrange(8))
-                while member.arriving:
-                    member.arrive(0)
-            self.now_s += pause_s
+            self.round(rng, pause_s)
         raise AssertionError(f"not done after {most_rounds} rounds: {self.members}")
+
+    def round(self, rng: Random, pause_s: float) -> None:
+        """Let each cache report, make samples and copy shards once."""
+        for name in rng.sample(sorted(self.members), len(self.members)):
+            member = self.members[name]
+            self.sync(name)
+            member.make(rng.randint(1, 12))
+            for _ in range(4):
+                member.ask(self.members, rng.randrange(8))
+            while member.arriving:
+                member.arrive(0)
+        self.now_s += pause_s
 
     def check_ended(self) -> None:
         """Check that each cache has all samples, except for what it has evicted."""

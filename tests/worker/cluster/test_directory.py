@@ -120,6 +120,39 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
     assert not group.directory._members
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes, blocks, st.integers(3, 5), st.integers(2, 4), st.integers(0, 9), st.randoms(use_true_random=False)
+)
+def test_replicas_that_go_with_a_cache_are_made_of_those_that_are_left(
+    most_blocks: pytest.MonkeyPatch,
+    sizes: tuple[int, ...],
+    blocks: int,
+    count: int,
+    replicas: int,
+    number: int,
+    rng: Random,
+) -> None:
+    most_blocks.setattr(directory, "MOST_BLOCKS", blocks)
+    group = GroupModel(Units(sizes), NAMES[:count], replicas)
+    group.finish(rng, 20 + 4 * sum(sizes), pause_s=0.01)
+    del group.members[NAMES[number % count]]
+    if number > 4:  # the directory goes with it
+        group.directory = GroupDirectory(replicas)
+    for _ in range(3 + len(sizes)):
+        group.round(rng, pause_s=SILENT_S / 2)
+    samples = group.units.real(group.units.of(range(len(sizes))))
+    held = Counter(one for member in group.members.values() for one in member.held if one in samples)
+    assert held.keys() == samples
+    assert min(held.values()) >= min(replicas, count - 1)
+    evicts = next(iter(group.members.values()))
+    evicts.evict(number)
+    kept = set(evicts.shards)
+    for _ in range(3 + len(sizes)):
+        group.round(rng, pause_s=1.0)
+    assert set(evicts.shards) == kept  # what it has no space for does not come again
+
+
 def test_all_interleavings_of_two_caches_end_with_all_samples_once() -> None:
     steps = [("a", "sync"), ("b", "sync"), ("a", "make"), ("b", "make"), ("b", "ask"), ("b", "arrive")]
     for chosen in itertools.product(steps, repeat=5):
