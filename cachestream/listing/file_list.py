@@ -257,10 +257,10 @@ class FileList:
 
     @contextmanager
     def open_file(self, index: int, buffer_bytes: int = 1 << 20) -> Iterator[io.BufferedReader]:
-        """Open file `index` as a seekable file object, for libraries that read those; requests fetch `buffer_bytes`.
+        """Open file `index` as a seekable file object; a request fetches `buffer_bytes`.
 
-        Reads are counted, limited, resumed and given deadlines as all others. Any exception in the block is
-        raised as SampleError or SourceUnavailableError that begins with the file, if a read failed for that reason.
+        Reads have deadlines, resume, are counted and limited. What the block raises becomes a SampleError with
+        the file's name, or, where a read failed for that, SourceUnavailableError.
         """
         where = self.where(index)
         with map_errors(where, one_of_many=True, secrets=self.remote.secrets):

@@ -266,9 +266,7 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
 
 def _source(name: str) -> Callable[..., Source]:
     """Return the class for the files of a format, or the plug-in of this name or ending."""
-    found: Callable[..., Source]
-    found = getattr(cachestream, _SOURCES[name]) if name in _SOURCES else load_plugin(SOURCES, name)
-    return found
+    return getattr(cachestream, _SOURCES[name]) if name in _SOURCES else load_plugin(SOURCES, name)
 
 
 def _format_inside(files: FileList, ends: tuple[str, str]) -> str | None:

@@ -5,8 +5,7 @@
 | `cachestream.sources` | of a format ("video"), or an ending (".mp4") | `fn(urls, **options) -> Source` |
 | `cachestream.decoders` | an ending (".flac") | `fn(data: bytes) -> value`, a dict for several fields |
 
-Only the names of the installed plug-ins are looked up, once in a process, and not before a name or ending comes
-up that is not built in. A plug-in is imported when it is used.
+Names are looked up once in a process, for what is not built in; a plug-in is imported when it is used.
 """
 
 from __future__ import annotations
@@ -55,14 +54,12 @@ def plugin_decoder(extension: str) -> Callable[[bytes], Any] | None:
 def load_plugin(group: str, name: str) -> Callable[..., Any]:
     """Import and return the object of the entry point `name`.
 
-    Raises ConfigError, with the package, if it cannot be imported or called, or if two packages have the name.
+    Raises ConfigError with the package if that fails, and for a name of several packages.
     """
     point, *others = _installed(group)[name]
     if others:
         packages = ", ".join(_package(one) for one in (point, *others))
-        raise ConfigError(
-            f"{name!r} in {group!r} is given by several packages ({packages}): uninstall all but one"
-        )
+        raise ConfigError(f"{name!r} in {group!r} is of several packages ({packages}): uninstall all but one")
     what = f"{_package(point)}: its plug-in {name!r} in {group!r} ({point.value})"
     try:
         found: Any = point.load()

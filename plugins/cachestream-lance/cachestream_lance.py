@@ -51,17 +51,17 @@ class LanceSource:
 
     url: the folder of a dataset, "data.lance", local or on a store that Lance reads (s3://, gs://, az://).
 
-    A sample is a dict of the columns, as in `cachestream.ParquetSource`: numbers, str, bytes, fixed-size lists of n
-    numbers as arrays `[n]`. `columns` (only they are fetched), `nulls`, `fields`, `decode_images`, `resize` and `crop`
-    are as there. The key of a sample is "fragment#row", with its number in the fragment.
+    A sample is a dict of the columns, as in `cachestream.ParquetSource`: numbers, str, bytes, fixed-size lists
+    of n numbers as arrays `[n]`. `columns` (only they are fetched), `nulls`, `fields`, `decode_images`,
+    `resize` and `crop` are as there. The key of a sample is "fragment#row", with its number in the fragment.
 
     version: the version or the tag of the dataset; None: the latest one when the source is made.
     unit_rows: the most rows of a unit.
     storage_options: those of Lance, or key, secret, token, endpoint_url and client_kwargs as s3fs names them.
 
-    The bytes that Lance fetches are counted by the size of its rows; its requests are its own. Raises ConfigError for
-    options and columns that are none, SourceError for what is no dataset, and SourceUnavailableError for a remote
-    that does not answer.
+    The bytes that Lance fetches are counted by the size of its rows; its requests are its own. Raises
+    ConfigError for options and columns that are none, SourceError for what is no dataset, and
+    SourceUnavailableError for a remote that does not answer.
     """
 
     def __init__(

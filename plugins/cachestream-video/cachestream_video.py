@@ -29,7 +29,7 @@ def _torchcodec() -> Any:
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            "VideoSource needs torchcodec (pip install torchcodec) and FFmpeg's shared libraries, versions 4 to 8 "
+            "VideoSource needs torchcodec (pip install torchcodec) and FFmpeg's shared libraries, 4 to 8 "
             f"(Debian: apt-get install ffmpeg): {type(error).__name__}: {reason}"
         ) from error
 
@@ -39,22 +39,22 @@ class VideoSource:
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
 
-    A sample is a dict of "video", uint8 `[frames, 3, H, W]` RGB, "seconds", the time of the first frame from
-    the begin of the file, and "label", if one is given: `label(key)` of the path below the common root of all files.
-    The key of a sample is "path#frame", with the number of its first frame.
+    A sample is a dict of "video", uint8 `[frames, 3, H, W]` RGB, "seconds", the time of the first frame
+    from the begin of the file, and "label", if one is given: `label(key)` of the path below the common root
+    of all files. The key of a sample is "path#frame", with the number of its first frame.
 
-    A clip has `frames` frames, one of every `step`. Clips begin at every `stride`-th frame (`frames * step` unless
-    given). clips: the number to draw at random of each file in each pass, all of them different; only their ranges of
-    the file are fetched. None: all clips, in order.
+    A clip has `frames` frames, one of every `step`. Clips begin at every `stride`-th frame (`frames * step`
+    unless given). clips: the number to draw at random of each file in each pass, all of them different; only
+    their ranges of the file are fetched. None: all clips, in order.
 
-    Frames are taken at a constant rate, the average one of the file: in a file of a constant rate, clip frame i is
-    frame `start + i * step` of a full decode, to the byte. Where the rate varies, it is the frame shown at that time;
-    such a file is scanned once a pass, for its own index does not tell.
+    Frames are taken at a constant rate, the average one of the file: in a file of a constant rate, frame i of
+    a clip is frame `start + i * step` of a full decode, to the byte. Where the rate varies, it is the frame
+    shown at that time; such a file is scanned once a pass, for its own index does not tell.
 
     resize, crop: the size of the frames, see `cachestream.ImageOptions`.
 
-    Raises ConfigError for options that are none, and where torchcodec or FFmpeg is missing; otherwise as `FileSource`.
-    A file that is no video, or shorter than a clip, is skipped and counted.
+    Raises ConfigError for options that are none, and where torchcodec or FFmpeg is missing; otherwise as
+    `FileSource`. A file that is no video, or shorter than a clip, is skipped and counted.
     """
 
     def __init__(
