@@ -31,7 +31,7 @@ def film(path: Path, direction: str, rng: np.random.Generator) -> None:
     """Pan over a photograph for 40 frames of 64 x 64 pixels, in H.264 with a keyframe every 20."""
     from torchcodec.encoders import VideoEncoder
 
-    photo = (skimage.data.astronaut, skimage.data.coffee, skimage.data.chelsea)[rng.integers(3)]()
+    photo = getattr(skimage.data, str(rng.choice(["astronaut", "coffee", "chelsea"])))()
     down, right = STEPS[direction]
     top, left = (int(rng.integers(80, side - 144)) for side in photo.shape[:2])
     views = [photo[top + down * t :, left + right * t :][:64, :64] for t in range(40)]
