@@ -14,8 +14,10 @@ BENCH_ARGS    ?= --save
 PEERS_ARGS    ?= --save
 ACCURACY_ARGS ?= --save
 
+# Packages of their own, beside ours: they add formats, and are tested with it.
+PLUGINS := plugins/cachestream-lance plugins/cachestream-video
 # What an installed copy is made from: pip builds the part in C when it installs.
-MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/batches/_gather.c
+MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/batches/_gather.c $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
@@ -80,7 +82,8 @@ clean:  ## remove what was made here, the virtual environment too
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.
 $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' \
+	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
 	@touch $@
 
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.

@@ -25,7 +25,9 @@ from cachestream.listing.patterns import (
     PARQUET_ENDINGS,
     TAR_ENDINGS,
     TFRECORD_ENDINGS,
+    extension_of,
     is_zarr,
+    kind_of,
     split_dataset,
 )
 from cachestream.sources.base import Source, is_source
@@ -38,6 +40,7 @@ from cachestream.sources.datasets import (
 )
 from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.mix import MixSource
+from cachestream.sources.plugins import SOURCES, load_plugin, plugin_ending, plugin_formats
 from cachestream.transport.remote_errors import redact
 from cachestream.transport.remote_object import open_stream
 
@@ -110,7 +113,8 @@ def open_source(what: Any, **options: Any) -> Source:
     - A path, a URL, a wildcard or a list of these: by its ending, else by the files listed there, else a
       `FileSource`. With `window=`, or for a dict of URLs by name, an `ArraySource`. `format=` chooses by
       name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", "cache", and "mds" and "litdata",
-      which have no ending of their own. The folder of another cache: a `CacheSource`.
+      which have no ending of their own. The folder of another cache: a `CacheSource`. Names and endings that
+      are not built in may be those of plug-ins (`cachestream.sources.plugins`), or a plug-in's own format.
     - A `Manifest`, or with `manifest=True` (or a dict of its options) the path or URL of one: the files that
       it lists, by the ending of the first.
     - A function `fn(rng) -> sample`: a `CallableSource`.
@@ -202,8 +206,9 @@ def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
 def _open_urls(what: Any, options: dict[str, Any]) -> Source:
     wanted = options.pop("format", None)
     if wanted is not None:
-        if wanted not in _SOURCES:
-            raise ConfigError(f"format={wanted!r}: give one of {', '.join(map(repr, _SOURCES))}")
+        if wanted not in _SOURCES and wanted not in plugin_formats():
+            known = ", ".join(map(repr, (*_SOURCES, *plugin_formats())))
+            raise ConfigError(f"format={wanted!r}: give one of {known}, or install the package that adds it")
         return _make(_source(wanted), what, options)
     if isinstance(what, Manifest):
         first = start_of(what, options.get("storage_options"))
@@ -228,7 +233,7 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
     """
     for_files = _options_of(_source("files"))
     others = {name: value for name, value in options.items() if name not in for_files}
-    if others:
+    if others and not plugin_formats():  # a plug-in's source has options of its own
         known = {name for found in _SOURCES for name in _options_of(_source(found))}
         reject_unknown("open_source", others, known)
     by_name = {"storage_options", "extensions", "recursive", "first_names"}
@@ -250,6 +255,8 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         formats = {inside}
     else:  # Spark leaves a file _SUCCESS beside its tables.
         formats = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
+    if len(formats) == 1 and (name := next(iter(formats))) not in _SOURCES:
+        return _make(_source(name), what, options)
     for name in _MULTI_SAMPLE:
         if name in formats and (others or given <= set(_options_of(_source(name)))):
             if len(formats) > 1:
@@ -266,9 +273,8 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
 
 
 def _source(name: str) -> Callable[..., Source]:
-    """Return the class for the files of a format."""
-    found: Callable[..., Source] = getattr(cachestream, _SOURCES[name])
-    return found
+    """Return the class for the files of a format, or the plug-in of this name or ending."""
+    return getattr(cachestream, _SOURCES[name]) if name in _SOURCES else load_plugin(SOURCES, name)
 
 
 def _format_inside(files: FileList, ends: tuple[str, str]) -> str | None:
@@ -343,14 +349,15 @@ def _is_url_or_list(what: Any) -> bool:
 
 
 def _by_ending(url: str) -> str:
-    """Return the format of a URL by its ending; "files" for an ending of no other format."""
+    """Return the format of a URL by its ending, or the ending of a plug-in; "files" for any other ending."""
     name = _SUFFIXES.sub("", redact(url)).lower()
     if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
         return "array"
     for ending in sorted(_FORMATS, key=len, reverse=True):
         if name.endswith(ending):
             return _FORMATS[ending]
-    return "files"
+    unknown = extension_of(name) and kind_of(extension_of(name)) == "data"
+    return (unknown and plugin_ending(name)) or "files"
 
 
 def _describe(what: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,9 @@ from tests.support.forked import fork_script
 
 pytestmark = pytest.mark.usefixtures("forked")
 ROOT: Final = Path(__file__).parents[2]
-EXAMPLES: Final = ("cache_source", "dataset_and_function", "manifest", "parquet_table", "tfrecords")
+EXAMPLES: Final = (
+    *("cache_source", "dataset_and_function", "manifest", "parquet_table", "tfrecords", "video_clips"),
+)
 
 
 def last_line(name: str, folder: Path) -> str:
@@ -44,6 +47,11 @@ def test_the_example_of_a_manifest_tells_shapes_apart(tmp_path: Path) -> None:
 
 def test_the_example_of_a_mix_tells_waves_apart(tmp_path: Path) -> None:
     assert percent(last_line("dataset_and_function", tmp_path)) > 45  # by chance: 33
+
+
+@pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="FFmpeg is not installed")
+def test_the_example_of_videos_tells_where_the_camera_turns(tmp_path: Path) -> None:
+    assert percent(last_line("video_clips", tmp_path).partition(";")[0]) > 50  # by chance: 25
 
 
 def test_the_example_of_a_cache_as_a_source_fills_the_second_host_from_the_first(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ import numpy.typing as npt
 from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
+from cachestream.sources.plugins import plugin_decoder
+from cachestream.sources.user_code import call_decoder
 from cachestream.transport import object_limit
 
 MAX_HEADER_BYTES: Final = 1 << 16  # of a .npy file
@@ -195,10 +197,13 @@ def decode_value(
 ) -> Any:
     """Decode `data` by `extension` (".jpg", …) to an array, str or bytes, or a dict of such fields.
 
-    `images` resizes and crops images; `encoding` is that of text and JSON. Raises SampleError with `path`
-    (already redacted) and the reason if the data are malformed.
+    `images` resizes and crops images; `encoding` is that of text and JSON. Extensions that are not built in may
+    have the decoder of a plug-in. Raises SampleError with `path` (already redacted) and the reason if the data
+    are malformed.
     """
     name = kind_of(extension)
+    if name == "data" and extension and (plugin := plugin_decoder(extension)) is not None:
+        return call_decoder(f"{path}: the plug-in for {extension}", plugin, memoryview(data))
     options: dict[str, Any] = {}
     if name == "image":
         options["options"] = images

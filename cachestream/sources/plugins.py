@@ -1,0 +1,76 @@
+"""Formats of other packages: their sources and decoders, found through entry points.
+
+| group | name | object |
+|-|-|-|
+| `cachestream.sources` | of a format ("video"), or an ending (".mp4") | `fn(urls, **options) -> Source` |
+| `cachestream.decoders` | an ending (".flac") | `fn(data: bytes) -> value`, a dict for several fields |
+
+Names are looked up once in a process, for what is not built in; a plug-in is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from cachestream.config import collection_paused
+from cachestream.errors import ConfigError
+
+SOURCES: Final = "cachestream.sources"
+DECODERS: Final = "cachestream.decoders"
+
+
+@lru_cache(maxsize=2)
+def _installed(group: str) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a group by name; distributions seen twice on the path count once."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=group):
+        known = found.setdefault(point.name.lower(), [])
+        if (_package(point), point.value) not in [(_package(one), one.value) for one in known]:
+            known.append(point)
+    return found
+
+
+def plugin_formats() -> list[str]:
+    """Return the names of the formats that plug-ins add."""
+    return sorted(name for name in _installed(SOURCES) if not name.startswith("."))
+
+
+def plugin_ending(name: str) -> str | None:
+    """Return the longest ending of `name`, in lower case, that a plug-in's source reads, or None."""
+    endings = [one for one in _installed(SOURCES) if one.startswith(".") and name.endswith(one)]
+    return max(endings, key=len, default=None)
+
+
+def plugin_decoder(extension: str) -> Callable[[bytes], Any] | None:
+    """Return a plug-in's decoder for files with `extension` (".flac"), or None. Raises as `load_plugin`."""
+    return load_plugin(DECODERS, extension) if extension in _installed(DECODERS) else None
+
+
+@lru_cache(maxsize=256)
+@collection_paused()
+def load_plugin(group: str, name: str) -> Callable[..., Any]:
+    """Import and return the object of the entry point `name`.
+
+    Raises ConfigError with the package if that fails, and for a name of several packages.
+    """
+    point, *others = _installed(group)[name]
+    if others:
+        packages = ", ".join(_package(one) for one in (point, *others))
+        raise ConfigError(f"{name!r} in {group!r} is of several packages ({packages}): uninstall all but one")
+    what = f"{_package(point)}: its plug-in {name!r} in {group!r} ({point.value})"
+    try:
+        found: Any = point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"{what} cannot be imported: {type(error).__name__}: {error}; mend or uninstall it"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{what} is a {type(found).__name__}, which cannot be called; mend or uninstall it")
+    return found  # type: ignore[no-any-return]
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
