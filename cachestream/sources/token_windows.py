@@ -15,7 +15,6 @@ from cachestream.config import check_count, require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.names import Names, Page
 from cachestream.sources import base
-from cachestream.sources.base import Source
 from cachestream.sources.mix import MixSource
 from cachestream.sources.user_code import CallLock, digest_of, fingerprint_of, guard_user_code
 from cachestream.transport import metering
@@ -23,6 +22,7 @@ from cachestream.transport import metering
 _MOST_OPEN: Final = 64  # windows that wait for a document that fits
 _LARGEST: Final = 2**31 - 1
 Tokens = npt.NDArray[np.int32]
+Document = tuple[str, Tokens]  # with its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,8 @@ class PackTokens:
     @property
     def fingerprint(self) -> str:
         """A digest of the options and of the tokenizer: of its vocabulary and rules, or of its code."""
-        options = (self.block_size, self.field, self.eos, self.split, self.pad)
         tokenizer = self.tokenizer.to_str() if self.is_library else fingerprint_of(self.tokenizer)
-        return digest_of([repr(options), tokenizer])
+        return digest_of([repr((self.block_size, self.field, self.eos, self.split, self.pad)), tokenizer])
 
     @property
     def is_library(self) -> bool:
@@ -67,20 +66,18 @@ def pack_tokens(
 ) -> PackTokens:
     """Return a transform that packs the documents of each unit, in order, into windows of one length.
 
-    It is for `transform=` of `start_worker` and `stream`. A sample is then a window: `tokens`, `document_ids`
-    and `positions`, each int32 `[block_size + 1]`. Inputs are `tokens[:-1]`, targets `tokens[1:]`; no token
-    comes twice. Ids number the documents of a window from 0; positions count from 0 where a document, or the
-    rest of it, begins; padding has the id -1 and the position 0. Keys are "FIRST DOCUMENT'S KEY/NUMBER".
+    Give it as `transform=`. A sample is then a window: `tokens`, `document_ids` and `positions`, each int32
+    `[block_size + 1]`. No token comes twice. Ids number the documents of a window from 0; positions count
+    from 0 where a document, or its rest, begins; padding has the id -1. Keys: "FIRST DOCUMENT'S KEY/NUMBER".
 
     Args:
         block_size: tokens that the model sees at once.
         field: the field with the tokens, integers `[n]`, or with the text if there is a tokenizer.
         tokenizer: a `tokenizers.Tokenizer`, the path of its JSON, or a function `str -> list[int]`.
         eos: a token to be put after each document.
-        split: cut a document where a window ends, and go on in the next one. False: cut only documents longer
-            than a window; each goes into the fullest of 64 open windows that it fits into, else into a new
-            one, for which the fullest is closed (bounded best fit: Csirik and Johnson, "Bounded Space On-Line
-            Bin Packing", 2001; Ding et al., "Fewer Truncations Improve Language Modeling", arXiv:2404.10830).
+        split: cut a document where a window ends. False: only if longer than a window; each goes into the
+            fullest of 64 open windows with room for it (bounded best fit: Csirik and Johnson, "Bounded Space
+            On-Line Bin Packing", 2001; Ding et al., "Fewer Truncations Improve …", arXiv:2404.10830).
         pad: the token to fill windows up with. None: the last window of a unit, unless full, is left out
             and counted as dropped; a unit without any full window is skipped, with its reason.
 
@@ -114,16 +111,15 @@ class _Window:
     def sample(self, pad: int | None) -> dict[str, Tokens]:
         lengths = [len(piece) for piece in self.pieces]
         padding = np.zeros(self.room, np.int32)
-        ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions = [np.arange(length, dtype=np.int32) for length in lengths]
+        ids = np.repeat(np.arange(len(lengths)), lengths)
         return {
             "tokens": np.concatenate([*self.pieces, padding + np.int32(pad or 0)]),
-            "document_ids": np.concatenate([ids, padding - 1]),
-            "positions": np.concatenate([*positions, padding]),
+            "document_ids": np.concatenate([ids, padding - 1], dtype=np.int32),
+            "positions": np.concatenate([*map(np.arange, lengths), padding], dtype=np.int32),
         }
 
 
-def packed_windows(documents: Iterator[tuple[str, Tokens]], size: int, *, split: bool) -> Iterator[_Window]:
+def packed_windows(documents: Iterator[Document], size: int, *, split: bool) -> Iterator[_Window]:
     """Yield windows of `size` tokens with all of `documents`; if `split`, all but the last one are full."""
     open_windows, by_room = list[_Window](), attrgetter("room")
     for key, document in documents:
@@ -135,9 +131,7 @@ def packed_windows(documents: Iterator[tuple[str, Tokens]], size: int, *, split:
             fitting = [window for window in open_windows if window.room >= len(piece)]
             if not fitting:
                 if len(open_windows) == _MOST_OPEN:
-                    fullest = min(open_windows, key=by_room)
-                    open_windows.remove(fullest)
-                    yield fullest
+                    yield open_windows.pop(open_windows.index(min(open_windows, key=by_room)))
                 fitting.append(_Window(key, size))
                 open_windows += fitting
             window = min(fitting, key=by_room)
@@ -152,14 +146,14 @@ def packed_windows(documents: Iterator[tuple[str, Tokens]], size: int, *, split:
 class PackedSource:
     """The windows that `packing` makes of the documents of `inner`, unit by unit."""
 
-    def __init__(self, inner: Source, packing: PackTokens) -> None:
-        self.inner, self.packing = inner, packing
+    def __init__(self, inner: base.Source, packing: PackTokens) -> None:
+        self.packing, self.inner = packing, cast(Any, inner)
         self.fingerprint = f"{inner.fingerprint}, packed:{packing.block_size}:{packing.fingerprint}"
         self._lock = CallLock(packing.tokenizer is None or packing.is_library)
 
     @property
     def num_units(self) -> int | None:
-        return self.inner.num_units
+        return cast("int | None", self.inner.num_units)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the windows of a unit; None for one that is left out, which counts as dropped."""
@@ -176,9 +170,7 @@ class PackedSource:
                 yield f"{window.key}/{number}", None if is_left_over else window.sample(packing.pad)
         problems.raise_any()
 
-    def _documents(
-        self, samples: Iterator[tuple[str, Any]], problems: base.Problems
-    ) -> Iterator[tuple[str, Tokens]]:
+    def _documents(self, samples: Iterator[tuple[str, Any]], problems: base.Problems) -> Iterator[Document]:
         """Yield the keys and tokens of all usable `samples`, and add the others to `problems`."""
         ends = np.array([] if self.packing.eos is None else [self.packing.eos], np.int32)
         try:
@@ -206,8 +198,8 @@ class PackedSource:
         with self._lock.held(), guard_user_code(f"pack_tokens() of field {name!r}"):
             tokens = np.asarray(value if packing.tokenizer is None else packing.encode(value))
         if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or (tokens >> 31).any())):
-            shown = f"{tokens.dtype} {list(tokens.shape)}"
-            raise SampleError(f"field {name!r} is {shown}: tokens are integers [n] from 0 to 2**31 - 1")
+            what = f"{tokens.dtype} {list(tokens.shape)}: tokens are integers [n] from 0 to 2**31 - 1"
+            raise SampleError(f"field {name!r} is {what}")
         return tokens.astype(np.int32)
 
     @property
@@ -222,7 +214,6 @@ class PackedSource:
         return self.inner.parts_for(limit_bytes) if isinstance(self.inner, base.DivisibleSource) else 1
 
     def divided(self, parts: int) -> PackedSource:
-        assert isinstance(self.inner, base.DivisibleSource)
         return type(self)(self.inner.divided(parts), self.packing)
 
     def remote_of(self, unit: int) -> Hashable:
@@ -231,8 +222,6 @@ class PackedSource:
 
 class NamedPackedSource(PackedSource):
     """The same of a source whose units have names; its listing may go on growing."""
-
-    inner: Any
 
     @property
     def first_names(self) -> Names:
@@ -248,11 +237,11 @@ class NamedPackedSource(PackedSource):
     def complete(self) -> None:
         self.inner.complete()
 
-    def over(self, names: Names) -> Source:
+    def over(self, names: Names) -> base.Source:
         return type(self)(self.inner.over(names), self.packing)
 
 
-def apply_packing(source: Source, transform: Any) -> tuple[Source, Callable[..., Any] | None]:
+def apply_packing(source: base.Source, transform: Any) -> tuple[base.Source, Callable[..., Any] | None]:
     """Return `source` and `transform`; for a packing, the source of its windows and no transform."""
     if not isinstance(transform, PackTokens):
         return source, transform

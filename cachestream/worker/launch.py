@@ -155,10 +155,7 @@ class WorkerOptions:
         partition = parse_partition(self.partition)
         source, transform = apply_packing(source, self.transform)
         if isinstance(self.transform, PackTokens) and held_out_share(cache)[0] is not None:
-            raise ConfigError(
-                "pack_tokens() and holdout= do not go together: parts of one document would be on both sides; "
-                "hold out files instead, with two caches"
-            )
+            raise ConfigError("pack_tokens() has no holdout=: hold out files instead, with two caches")
         source = self._divided(cache, source)
         cluster = self._cluster()
         growing = None

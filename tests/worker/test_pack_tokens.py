@@ -140,7 +140,7 @@ def test_a_listing_that_goes_on_is_packed_to_its_end(cache: Cache, tmp_path: Pat
 
 
 def test_held_out_samples_and_windows_do_not_go_together(cache: Cache) -> None:
-    with pytest.raises(ConfigError, match=r"pack_tokens\(\) and holdout= do not go together: .* two caches"):
+    with pytest.raises(ConfigError, match=r"pack_tokens\(\) has no holdout=: .* two caches"):
         cs.start_worker(cache, SlowDocuments(), transform=PACKING, holdout=0.1)
 
 
