@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cachestream.sources.peers.mds import MDSSource
     from cachestream.sources.tar import TarSource
     from cachestream.sources.tfrecord import TFRecordSource
+    from cachestream.sources.token_windows import pack_tokens
     from cachestream.storage.cache import Cache
     from cachestream.streaming import stream
     from cachestream.tracing import trace
@@ -95,6 +96,7 @@ __all__ = [
     "metrics",
     "mix",
     "open_source",
+    "pack_tokens",
     "start_worker",
     "stream",
     "trace",
@@ -128,6 +130,7 @@ _HOMES: Final[dict[str, str]] = {
     "metrics": "training.stats",
     "mix": "sources.open",
     "open_source": "sources.open",
+    "pack_tokens": "sources.token_windows",
     "start_worker": "worker.worker",
     "stream": "streaming",
     "trace": "tracing",

@@ -28,7 +28,16 @@ TOOLS: Final = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("P
 ERROR_CLASSES: Final = [getattr(errors, name) for name in errors.__all__]
 CONTRACT: Final = {
     *errors.__all__,
-    *("Cache", "Source", "open_source", "FileSource", "CallableSource", "DatasetSource", "TarSource"),
+    *(
+        "Cache",
+        "Source",
+        "open_source",
+        "pack_tokens",
+        "FileSource",
+        "CallableSource",
+        "DatasetSource",
+        "TarSource",
+    ),
     *(
         "ArraySource",
         "ParquetSource",

@@ -269,11 +269,11 @@ class Problems:
         self._first = ""
         self._count = 0
 
-    def add(self, reason: str) -> None:
+    def add(self, reason: str, count: int = 1) -> None:
         if len(reason) > MAX_REASON:  # a name may be long
             reason = f"{reason[: MAX_REASON // 2]}…{reason[-MAX_REASON // 2 :]}"
         self._first = self._first or reason
-        self._count += 1
+        self._count += count
 
     def raise_any(self) -> None:
         """Raise a SampleError with the number of problems and the first one, if there are any."""

@@ -33,6 +33,7 @@ from cachestream.errors import (
 from cachestream.schema import WHOLE, Span, is_held_out
 from cachestream.shard_format import ShardContent, content_hash
 from cachestream.sources.base import DivisibleSource, Source, as_incremental, has_units
+from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import lock_file
 from cachestream.storage.publish import Publisher, UnitProgress
@@ -112,6 +113,7 @@ def refetch(
         raise CacheError(f"a worker is filling {cache.path}; stop it first ('cachestream stop {cache.path}')")
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
+        source, transform = apply_packing(source, transform)
         if (growing := as_incremental(source)) is not None:
             source = list_all(growing, cache)  # with the labels and names that a worker gives
         restorer = _Restorer(cache, source)

@@ -37,6 +37,7 @@ from cachestream.sources.base import (
     units_of,
     whole_units,
 )
+from cachestream.sources.token_windows import PackTokens, apply_packing
 from cachestream.sources.user_code import fingerprint_of
 from cachestream.storage.layout import overhead_bytes
 from cachestream.storage.locks import lock_file
@@ -154,6 +155,9 @@ class WorkerOptions:
         partition = parse_partition(self.partition)
         if getattr(source, "cache_folder", None) == cache.path:
             raise ConfigError(f"{cache.path}: a cache cannot be filled from itself; give another cache")
+        source, transform = apply_packing(source, self.transform)
+        if isinstance(self.transform, PackTokens) and held_out_share(cache)[0] is not None:
+            raise ConfigError("pack_tokens() has no holdout=: hold out files instead, with two caches")
         source = self._divided(cache, source)
         cluster = self._cluster()
         growing = None
@@ -195,7 +199,7 @@ class WorkerOptions:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, self.transform, policy, weights), collect_protocol),
+            payload=pack(Payload(source, transform, policy, weights), collect_protocol),
             sampler=None if sampler is None else pack(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",

@@ -217,7 +217,7 @@ def start_worker(
         transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. A list or a
             generator is several samples, with the keys `key/0`, `key/1`, …; a tuple is one. Or
             `fn(sample, rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit):
-            the same draws on every attempt.
+            the same draws on every attempt. Or `pack_tokens(…)`.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
         order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler
             over units, or a curriculum: weights as a function of the progress in passes, by which units come once

@@ -22,6 +22,7 @@ from typing import Final
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, CacheStreamError, ConfigError, SourceError
 from cachestream.sources.base import Source, as_incremental
+from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.cache import Cache
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
@@ -73,7 +74,7 @@ def diagnose(
         raise ConfigError(f"--workers {workers}: give a whole number from 1 to {PROCESSES_AT_MOST}")
     on_progress("listing")
     begun_s = time.perf_counter()
-    source = open_it()
+    source, transform = apply_packing(open_it(), transform)
     growing = as_incremental(source)
     num_units = source.num_units if growing is None else len(growing.first_names)
     list_s = time.perf_counter() - begun_s

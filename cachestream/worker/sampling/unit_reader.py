@@ -21,6 +21,7 @@ from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.permutation import mix_key
 from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.sources.mix import MixSource
+from cachestream.sources.token_windows import PackedSource
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.telemetry import Slot
@@ -202,7 +203,7 @@ class UnitReader:
         )
         # Of the remotes of a mix, one may be away while the others answer.
         self._remote_of: Callable[[int], Hashable] = (
-            source.remote_of if isinstance(source, MixSource) else lambda _: None
+            source.remote_of if isinstance(source, MixSource | PackedSource) else lambda _: None
         )
         self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came whole
         self._hang_timeout_s = job.hang_timeout_s
