@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from cachestream.sources.tar import TarSource
     from cachestream.sources.tfrecord import TFRecordSource
     from cachestream.storage.cache import Cache
+    from cachestream.storage.view import ShardColumns
     from cachestream.streaming import stream
     from cachestream.tracing import trace
     from cachestream.training.batches.collate import collate
@@ -83,6 +84,7 @@ __all__ = [
     "RankMismatchError",
     "SampleError",
     "SchemaMismatchError",
+    "ShardColumns",
     "Source",
     "SourceError",
     "SourceUnavailableError",
@@ -119,6 +121,7 @@ _HOMES: Final[dict[str, str]] = {
     "IterableSource": "sources.datasets",
     "Manifest": "listing.manifest",
     "Padded": "training.batches.gather",
+    "ShardColumns": "storage.view",
     "ParquetSource": "sources.parquet",
     "Source": "sources.base",
     "TFRecordSource": "sources.tfrecord",

@@ -21,10 +21,12 @@ from cachestream.errors import ConfigError
 from cachestream.training.batches.gather import Ragged, check_ragged
 from cachestream.training.manifests import Replay
 from cachestream.training.samplers import check_sampler
+from cachestream.training.token_batches import check_max_tokens
 from cachestream.training.weights import KeyWeights
 
 if TYPE_CHECKING:
     from cachestream.schema import Split
+    from cachestream.storage.view import View
     from cachestream.training.samplers import SamplerLike
 
 _HINTS: Final = {
@@ -55,12 +57,16 @@ class LoaderOptions:
     ragged: Ragged
     replay: Replay | None = None
     split: Split | None = None
+    max_tokens: Mapping[str, int] | None = None
+    view: View | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
-        return self._in_common() | {
-            name: getattr(self, name) is not None for name in ("sampler", "replay", "weights")
-        }
+        return (
+            self._in_common()
+            | {name: getattr(self, name) is not None for name in ("sampler", "replay", "weights")}
+            | {"where": self.view is not None and self.view.selects}
+        )
 
     def to_record(self) -> dict[str, Any]:
         """The options that a manifest states. `sampler` is the class of the sampler, or "weights"."""
@@ -70,7 +76,8 @@ class LoaderOptions:
     def _in_common(self) -> dict[str, Any]:
         names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
         split = {} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}
-        return {name: getattr(self, name) for name in names} | split
+        tokens = {} if self.max_tokens is None else {"max_tokens": dict(self.max_tokens)}
+        return {name: getattr(self, name) for name in names} | split | tokens
 
     def checked(self, replay: str | os.PathLike[str] | None) -> LoaderOptions:
         """These options with plain numbers, and those of the manifests at `replay`; raises ConfigError."""
@@ -88,6 +95,10 @@ class LoaderOptions:
             raise ConfigError(
                 "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
             )
+        if self.max_tokens is not None:
+            check_max_tokens(self.max_tokens)
+            if draws or self.locality is not None:
+                raise ConfigError("max_tokens= cuts the batches: leave out sampler=, weights= and locality=")
         if self.sampler is not None:
             check_sampler(self.sampler)
             if self.weights is not None:
@@ -97,7 +108,7 @@ class LoaderOptions:
         return options if replay is None else options._of_replay(parse_path(replay, "replay"))
 
     def _of_replay(self, path: str) -> LoaderOptions:
-        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality"):
+        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality", "max_tokens"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
         # Orders end where the recorded ones did: the samples at the end were a batch, and are not dropped.
