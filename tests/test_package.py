@@ -37,6 +37,7 @@ CONTRACT: Final = {
         "ImageOptions",
         "Manifest",
         "Padded",
+        "ShardColumns",
         "mix",
     ),
     *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource", "CacheSource"),
