@@ -159,6 +159,25 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             for ragged in ("list", "padded", "nested")
         ),
     ),
+    "select": Benchmark(
+        "Selected samples and fields, batches by tokens",
+        "60,000 samples with a picture of 4 KiB, a vector and a label: a tenth of them by `where=`, and all without the picture; "
+        "16,384 samples of 1 to 512 tokens by `max_tokens=` and in batches of 64. Hugging Face `datasets` (`filter`, a DataLoader) "
+        "does the same work in the same run, with batches cut by the same rule. Processor time, in turns.",
+        (
+            Figure("where_to_own_cache", "the selected tenth, of a cache of these alone", target=0.7),
+            Figure("evaluate_s_per_million", "a condition on 1,000,000 samples", "s", 0.5, at_most=True),
+            Figure("again_ms", "in an epoch without new shards", "ms", 5, at_most=True),
+            Figure("evaluate_to_filter", "times as fast as `datasets` filters", target=1),
+            Figure("columns_to_all", "without the picture, times as fast", target=2),
+            Figure("padding_max_tokens", "padding with `max_tokens=`, share", "", 0.1, at_most=True),
+            Figure("padding_fixed", "padding in batches of 64, share"),
+            Figure("max_tokens_million_per_s", "`max_tokens=`", "million tokens/s"),
+            Figure("fixed_million_per_s", "batches of 64", "million tokens/s"),
+            Figure("datasets_million_per_s", "`datasets`", "million tokens/s"),
+            Figure("max_tokens_to_datasets", "times as fast as `datasets`", target=5),
+        ),
+    ),
     "scale": Benchmark(
         "Large caches and many epochs",
         "Tiny shards: 10,000 and then 100,000 of them, opened by a process that knows nothing of them; 1,000 epochs over 100.",

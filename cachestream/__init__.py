@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cachestream.sources.tfrecord import TFRecordSource
     from cachestream.sources.token_windows import pack_tokens
     from cachestream.storage.cache import Cache
+    from cachestream.storage.view import ShardColumns
     from cachestream.streaming import stream
     from cachestream.tracing import trace
     from cachestream.training.batches.collate import collate
@@ -84,6 +85,7 @@ __all__ = [
     "RankMismatchError",
     "SampleError",
     "SchemaMismatchError",
+    "ShardColumns",
     "Source",
     "SourceError",
     "SourceUnavailableError",
@@ -121,6 +123,7 @@ _HOMES: Final[dict[str, str]] = {
     "IterableSource": "sources.datasets",
     "Manifest": "listing.manifest",
     "Padded": "training.batches.gather",
+    "ShardColumns": "storage.view",
     "ParquetSource": "sources.parquet",
     "Source": "sources.base",
     "TFRecordSource": "sources.tfrecord",

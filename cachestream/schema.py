@@ -219,6 +219,14 @@ class Schema:
             return self
         return Schema(tuple(replace(field, dtype=dtype) for field, dtype in pairs), self.container)
 
+    def only(self, names: Iterable[str], asked: str = "fields") -> Schema:
+        """The fields `names`, in this order. Raises ConfigError, about `asked`, for a name that is no field."""
+        fields = {field.name: field for field in self.fields}
+        for name in names:
+            if name not in fields:
+                raise ConfigError(f"{asked} names {name!r}, and the samples have {list(fields)}")
+        return Schema(tuple(fields[name] for name in names), self.container)
+
     def to_json(self) -> str:
         return json.dumps(
             {
@@ -284,7 +292,8 @@ class Snapshot:
     """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
 
     `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival. With a `split`,
-    `counts` are of its samples alone, and `sizes` (int64 `[num_shards]`) of all samples in the shards.
+    `counts` are of its samples alone, and `sizes` (int64 `[num_shards]`) of all samples in the shards. With a
+    condition, too; then `rows` (int64 `[num_samples]`) has the row of each sample in its shard.
     """
 
     cache_id: str
@@ -295,6 +304,7 @@ class Snapshot:
     counts: IntArray
     split: Split | None = None
     sizes: IntArray | None = None
+    rows: IntArray | None = None
 
     @property
     def num_samples(self) -> int:

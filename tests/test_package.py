@@ -46,6 +46,7 @@ CONTRACT: Final = {
         "ImageOptions",
         "Manifest",
         "Padded",
+        "ShardColumns",
         "mix",
     ),
     *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource", "CacheSource"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +42,7 @@ from cachestream.storage.status import (
     wait_for_samples,
 )
 from cachestream.storage.tables import Reservation
+from cachestream.storage.view import make_view
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from cachestream.schema import Schema, Snapshot, Split
     from cachestream.storage.leases import Lease
     from cachestream.storage.tables import Tables
+    from cachestream.storage.view import Condition, View
     from cachestream.training.dataset import EpochDataset
 
 logger = logging.getLogger("cachestream")
@@ -219,15 +221,19 @@ class Cache:
         turnover: float = 0.25,
         split: str | None = None,
         holdout: float | None = None,
+        where: Condition | None = None,
+        columns: Sequence[str] | None = None,
     ) -> EpochDataset:
         """A frozen, leased, map-style dataset of the samples cached now: `len()`, `[i]`, any torch sampler.
 
         With a smaller `epoch_size`, it consists of the least used shards that cover it. When the cache is
-        full and the filling goes on, the `turnover` share that eviction would take first is left out. `split`
-        and `holdout` as in `EpochLoader`. Raises NotEnoughSamplesError when the cache is empty.
+        full and the filling goes on, the `turnover` share that eviction would take first is left out. `split`,
+        `holdout`, `where` and `columns` as in `EpochLoader`. Raises NotEnoughSamplesError when the cache is
+        empty, or nothing is selected, and ConfigError for arguments that cannot work.
         """
+        view = make_view(where, columns)
         chosen = choose_split(self, split, holdout)
-        return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover, split=chosen))
+        return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover, split=chosen, view=view))
 
     def take_snapshot(
         self,
@@ -236,6 +242,7 @@ class Cache:
         min_samples: int = 0,
         own_leases: Collection[str] = (),
         split: Split | None = None,
+        view: View | None = None,
     ) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that holds them.
 
@@ -245,13 +252,20 @@ class Cache:
         if epoch_size is not None:
             epoch_size = check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
-        return take_snapshot(self, SnapshotRequest(epoch_size, turnover, min_samples, own_leases, split))
+        return take_snapshot(
+            self, SnapshotRequest(epoch_size, turnover, min_samples, own_leases, split, view)
+        )
 
     def restore_snapshot(
-        self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, split: Split | None = None
+        self,
+        shard_ids: npt.ArrayLike,
+        counts: npt.ArrayLike,
+        split: Split | None = None,
+        view: View | None = None,
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
-        return restore_snapshot(self, np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64), split)
+        ids, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)
+        return restore_snapshot(self, ids, expected, split, view)
 
     # --- space and soundness
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cachestream.storage.eviction import EvictionPolicy
     from cachestream.storage.leases import LeasedShards
     from cachestream.storage.tables import Tables
+    from cachestream.storage.view import View
 
 logger = logging.getLogger("cachestream")
 _REUSE_S: Final = 10.0
@@ -52,7 +53,8 @@ class SnapshotRequest:
     """A snapshot to take: of shards that cover `epoch_size` samples (None: all) of the `split`.
 
     Of a full cache that is being filled, the `turnover` share is left out, as far as `min_samples` remain.
-    `own_leases` are the paths of the caller's leases, which end with the previous epoch.
+    `own_leases` are the paths of the caller's leases, which end with the previous epoch. `view`: the rows and
+    fields of the shards, None for all.
     """
 
     epoch_size: int | None
@@ -60,11 +62,14 @@ class SnapshotRequest:
     min_samples: int
     own_leases: Collection[str]
     split: Split | None
+    view: View | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
-    """The cached shards, int64 arrays `[num_shards]` by ascending id; `counts` are samples of the `split`."""
+    """The cached shards, int64 arrays `[num_shards]` by ascending id; `counts` are samples of the `split` that
+    the `view` selects.
+    """
 
     ids: IntArray
     counts: IntArray
@@ -72,16 +77,27 @@ class _CachedShards:
     schema_ids: IntArray
     uses: IntArray
     split: Split | None
+    view: View | None
 
     @classmethod
-    def of(cls, tables: Tables, split: Split | None) -> _CachedShards:
+    def of(cls, tables: Tables, split: Split | None, view: View | None) -> _CachedShards:
         ids, sizes, schema_ids, uses = tables.shard_columns("id", "num_samples", "schema_id", "uses")
         counts = sizes
-        if split is not None:
+        # A shard published since the count is for the next epoch.
+        if view is not None and view.selects:
+            counts = np.maximum(view.counts(ids), 0)
+        elif split is not None:
             held_out = tables.held_out_counts()
-            # A shard published since the count is for the next epoch.
             counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
-        return cls(ids, counts, sizes, schema_ids, uses, split)
+        return cls(ids, counts, sizes, schema_ids, uses, split, view)
+
+    def with_those_passed_over(self, chosen: IntArray) -> IntArray:
+        """The indices `chosen`, and those of shards in which the condition selects nothing: an epoch has no use
+        for them, and only shards that were used are evicted.
+        """
+        if self.view is None or not self.view.selects:
+            return chosen
+        return np.union1d(chosen, np.flatnonzero(self.view.counts(self.ids) == 0))
 
 
 def select_shards(
@@ -102,23 +118,27 @@ def select_shards(
 
 def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lease]:
     """Choose and lease the shards of an epoch, and count them as used."""
-    split, reservations = request.split, cache.reservations
-    if split is not None:
-        count_held_out(cache, split)
+    split, view, reservations = request.split, request.view, cache.reservations
+    _count_new(cache, split, view)
     with reservations.leases.locked():
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)
         has_worker = cache.has_worker()
         with cache.catalogue.transaction() as tables:
             is_filling = phase_now(fill_state(tables), has_worker) == "filling"
-            cached = _CachedShards.of(tables, split)
+            cached = _CachedShards.of(tables, split, view)
             if not len(cached.ids):
                 raise NotEnoughSamplesError(
                     f"the cache at {cache.path} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
                     "and wait for samples with cache.wait(min_samples, timeout_s)"
                 )
             policy, room = reservations.policy(tables), room_in(tables, usage)
-            excluded = _shards_to_leave(tables, request, policy, room, leased, is_filling=is_filling)
+            excluded = _shards_to_leave(tables, request, cached, policy, room, leased, is_filling=is_filling)
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
+            if view is not None and view.selects and not len(chosen):
+                raise NotEnoughSamplesError(
+                    f"where= selects 0 of the {int(cached.sizes.sum())} samples that the cache at {cache.path} holds"
+                    f"{of_split(split)}; wait for more, or change the condition"
+                )
             if split is not None and not len(chosen):
                 raise NotEnoughSamplesError(
                     f"of the {int(cached.sizes.sum())} samples that the cache at {cache.path} holds none is of the "
@@ -129,15 +149,14 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
 
 
 def restore_snapshot(
-    cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None
+    cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None, view: View | None = None
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
-    if split is not None:
-        count_held_out(cache, split)
+    _count_new(cache, split, view)
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
     with cache.reservations.leases.locked():
         with cache.catalogue.transaction() as tables:
-            cached = _CachedShards.of(tables, split)
+            cached = _CachedShards.of(tables, split, view)
             pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
             chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
             if not len(chosen):
@@ -151,20 +170,26 @@ def restore_snapshot(
 
 
 def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
-    """Count the `chosen` shards as used, and return the schema of their samples, with the cache's dtypes."""
+    """Count the `chosen` shards as used, and return the schema of their samples: the fields of the view, with the
+    cache's dtypes.
+    """
     if cached.split is None or not cached.split.held_out:
-        tables.mark_used(ranges_of(cached.ids, chosen))  # held-out samples are not trained on
+        tables.mark_used(
+            ranges_of(cached.ids, cached.with_those_passed_over(chosen))
+        )  # held-out samples are not trained on
     merged = reduce(Schema.merge, tables.schemas(set(cached.schema_ids[chosen].tolist())))
     # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
-    return merged.with_dtypes((tables.schema or merged).dtypes)
+    schema = merged.with_dtypes((tables.schema or merged).dtypes)
+    return schema if cached.view is None else cached.view.fields_of(schema)
 
 
 def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
     """Lease the `chosen` shards. Requires the lock of the leases."""
     lease = cache.reservations.leases.create(ranges_of(cached.ids, chosen))
     ids, counts = cached.ids[chosen], cached.counts[chosen]
-    sizes = None if cached.split is None else cached.sizes[chosen]
-    return Snapshot(cache.cache_id, cache.path, lease.path, schema, ids, counts, cached.split, sizes), lease
+    sizes = None if cached.counts is cached.sizes else cached.sizes[chosen]
+    found = Snapshot(cache.cache_id, cache.path, lease.path, schema, ids, counts, cached.split, sizes)
+    return found if cached.view is None else cached.view.apply(found), lease
 
 
 # --- turnover
@@ -173,6 +198,7 @@ def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schem
 def _shards_to_leave(
     tables: Tables,
     request: SnapshotRequest,
+    cached: _CachedShards,
     policy: EvictionPolicy,
     room: Room,
     leased: LeasedShards,
@@ -198,7 +224,8 @@ def _shards_to_leave(
     turns_over = request.turnover and is_trained_on and policy != "none" and is_filling
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
-    ids, sizes, uses, counts = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
+    ids, sizes, uses, _ = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
+    counts = cached.counts[np.searchsorted(cached.ids, ids)]
     is_free = leased.holders(ids) == 0
     order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
     ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
@@ -265,8 +292,18 @@ def count_held_out(cache: Cache, split: Split) -> None:
                 tables.insert_split(shard_id, count)
 
 
-def count_samples(cache: Cache, split: Split | None) -> int:
-    """The number of samples of `split` (None: all) in published shards."""
+def _count_new(cache: Cache, split: Split | None, view: View | None) -> None:
+    """Count the samples of `split` and `view` in the shards where they were not counted yet."""
+    if split is not None or view is not None:
+        count_samples(cache, split, view)
+
+
+def count_samples(cache: Cache, split: Split | None, view: View | None = None) -> int:
+    """The number of samples of `split` (None: all) that `view` selects (None: all) in published shards."""
+    if view is not None and view.selects:
+        if split is not None:
+            choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
+        return view.evaluate(cache, split)
     if split is None:
         return cache.num_samples
     count_held_out(cache, split)
@@ -285,6 +322,11 @@ def weigh_shards(cache: Cache, weights: Mapping[int, float]) -> None:
     if changed:  # otherwise no commit: it would keep the snapshot from being reused
         with cache.catalogue.transaction() as tables:
             tables.weigh(changed)
+
+
+def of_split(split: Split | None) -> str:
+    """The words for `split` in a message."""
+    return "" if split is None else f" of the split '{split.name}'"
 
 
 def sample_counts(catalogue: Catalogue) -> dict[int, int]:
@@ -329,10 +371,15 @@ class ReusableSnapshots:
     """
 
     def __init__(
-        self, cache: Cache, clock: Callable[[], float] = time.monotonic, split: Split | None = None
+        self,
+        cache: Cache,
+        clock: Callable[[], float] = time.monotonic,
+        split: Split | None = None,
+        view: View | None = None,
     ) -> None:
         self._cache = cache
         self._split = split
+        self._view = view
         self._clock = clock
         self._last: _LastSnapshot | None = None
         self._warned = False  # that the last snapshot is used again
@@ -381,7 +428,7 @@ class ReusableSnapshots:
             self._enforce_limit()  # the shards of the epoch before last may be evicted now
         before = cache.catalogue.revision()
         snapshot, lease = cache.take_snapshot(
-            epoch_size, turnover, min_samples, self._recent_leases, self._split
+            epoch_size, turnover, min_samples, self._recent_leases, self._split, self._view
         )
         self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
         revision = None

@@ -19,7 +19,7 @@ from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
-from cachestream.storage.snapshots import count_samples
+from cachestream.storage.snapshots import count_samples, of_split
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cachestream.storage.filling import FillState
     from cachestream.storage.layout import Directory
     from cachestream.storage.tables import FailureRow
+    from cachestream.storage.view import View
 
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
@@ -268,22 +269,25 @@ def wait_for_samples(
     least: int | None = None,
     split: Split | None = None,
     pause: Callable[[float], None] = time.sleep,
+    view: View | None = None,
 ) -> int:
-    """Wait until `wanted` samples of `split` are cached, and return the number of cached ones.
+    """Wait until `wanted` samples of `split` and `view` are cached, and return the number of cached ones.
 
     When no more come, `least` are enough. `pause(seconds)` may raise an error, which ends the wait. Raises
     NotEnoughSamplesError when there are and will be too few. Warns once, after some seconds, why none come.
     """
     least = wanted if least is None else least
     warn_s, waited_s, polled_s = _WARN_AFTER_S, 0.0, time.monotonic()
-    while (have := count_samples(cache, split)) < wanted:
+    while (have := count_samples(cache, split, view)) < wanted:
         state, fill = read_filling(cache)
         ended = state in ("complete", "full", "failed")
         if ended or waited_s >= timeout_s:
             # The last samples may have come between the count and the state.
-            if (have := count_samples(cache, split)) >= least:
+            if (have := count_samples(cache, split, view)) >= least:
                 return have
-            of = "" if split is None else f" of the split '{split.name}'"
+            of = of_split(split)
+            if view is not None and view.selects:
+                of += f" that where= selects (of {cache.num_samples} in all)"
             why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
             reason = _describe_shortage(cache.directory, fill, have, state, why, ended=ended)
             raise NotEnoughSamplesError(

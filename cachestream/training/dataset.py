@@ -97,6 +97,15 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
                 found += gatherer.keys(*_mapped(gatherer.maps, part))
         return found
 
+    def lengths(self, field: str) -> IntArray:
+        """The length of `field` in each sample, int64 `[len(self)]`, for samplers: the size of its first dimension;
+        of str and bytes the number of bytes.
+
+        Read from the shards' offsets, once for each shard. Raises ConfigError for another name and for numbers.
+        """
+        with self._exclusive():
+            return self._open().maps.lengths_of(field)
+
     def close(self) -> None:
         """Release the shards for eviction. Tensors handed out stay valid."""
         self._closed = True

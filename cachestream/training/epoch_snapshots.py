@@ -19,6 +19,7 @@ from cachestream.errors import (
 from cachestream.schema import Schema, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.snapshots import ReusableSnapshots
+from cachestream.storage.view import hash_of
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.plan import SegmentRecord
 from cachestream.training.rendezvous import Cancelled
@@ -26,6 +27,7 @@ from cachestream.training.rendezvous import Cancelled
 if TYPE_CHECKING:
     from cachestream.schema import Split
     from cachestream.storage.cache import Cache
+    from cachestream.storage.view import View
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Replay
     from cachestream.training.ranks import Payload, Ranks
@@ -61,13 +63,18 @@ class EpochSnapshot:
             "shards": snapshot.shard_ids.tolist(),
             "counts": snapshot.counts.tolist(),
             "sizes": None if snapshot.sizes is None else snapshot.sizes.tolist(),
+            "selected": hash_of(snapshot.rows),
             "record": None if self.record is None else self.record.to_state(),
             "later_batches": self.later_batches,
         }
 
     @classmethod
-    def join(cls, payload: Payload, split: Split | None, maps: EpochMaps | None) -> EpochSnapshot:
-        """The snapshot of `payload`, also leased by this process; it takes over from `maps`."""
+    def join(
+        cls, payload: Payload, split: Split | None, view: View | None, maps: EpochMaps | None
+    ) -> EpochSnapshot:
+        """The snapshot of `payload`, also leased by this process; it takes over from `maps`. Raises RankMismatchError
+        if the `view` selects other samples here.
+        """
         snapshot = Snapshot(
             payload["cache_id"],
             payload["root"],
@@ -80,6 +87,11 @@ class EpochSnapshot:
         )
         record = None if payload["record"] is None else SegmentRecord.from_state(payload["record"])
         lease = join_lease(snapshot.lease)
+        try:
+            snapshot = snapshot if view is None else view.join(snapshot, payload["selected"])
+        except BaseException:
+            lease.release()
+            raise
         return cls(snapshot, lease, EpochMaps(snapshot, maps), record, payload["later_batches"])
 
 
@@ -93,7 +105,7 @@ class EpochSnapshots:
         self.maps: EpochMaps | None = None
         self._cache = cache
         self._options = options
-        self._reusable = ReusableSnapshots(cache, split=options.split)
+        self._reusable = ReusableSnapshots(cache, split=options.split, view=options.view)
         self._schema: Schema | None = None
 
     def take(
@@ -118,7 +130,7 @@ class EpochSnapshots:
                 ranks.share(name, taken.to_payload(), cancelled)
             else:
                 shared = ranks.share(name, None, cancelled)
-                taken = EpochSnapshot.join(shared, self._options.split, self.maps)
+                taken = EpochSnapshot.join(shared, self._options.split, self._options.view, self.maps)
                 undo.callback(taken.lease.release)
                 for _, error in _open(taken.maps, until_s, cancelled):
                     raise error
@@ -193,7 +205,6 @@ class EpochSnapshots:
         """Take all shards of a recorded epoch, or of `record`, the rest of one; raises EpochError."""
         leader = group[0]
         record = record or replay.segment(self._cache, request.epoch, request.index, leader)
-        record.check_split(self._options.split)
         taken, gone = self._restore(record)
         evicted = sum(shard_id >= 0 for shard_id in gone)
         if evicted:
@@ -208,9 +219,12 @@ class EpochSnapshots:
 
     def _restore(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
         """Take the cached shards of `record`; return their snapshot, and the ids that went since."""
-        snapshot, lease, gone = self._cache.restore_snapshot(
-            record.shard_ids, record.counts, split=self._options.split
-        )
+        split, view = self._options.split, self._options.view
+        selects = view is not None and view.selects
+        record.check_selection(split, selects=selects)
+        if view is not None and record.selected is not None:
+            view.check(self._cache, split, record.shard_ids, record.selected)
+        snapshot, lease, gone = self._cache.restore_snapshot(record.shard_ids, record.counts, split, view)
         before = record.gone
         new = tuple(shard_id for shard_id in gone if shard_id not in before)
         return EpochSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), record.cut(0, new)), new

@@ -14,6 +14,7 @@ from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
+from cachestream.storage.view import make_view
 from cachestream.training.epochs import EpochIteration, EpochSequence
 from cachestream.training.loader_options import (
     LoaderOptions,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from cachestream.storage.cache import Cache
     from cachestream.storage.telemetry import LoaderStats
+    from cachestream.storage.view import Condition
     from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.transfer import BatchTransform
     from cachestream.training.dataset import EpochDataset
@@ -87,6 +89,12 @@ class EpochLoader:
             Rank 0 calls it, for all steps of an epoch, when the epoch is prepared: during the one before. An
             epoch has as many samples as without; a source with fewer than are drawn repeats. After every
             whole batch the samples of each source, over all ranks, differ from its share by less than 1.
+        where: a function of one shard's columns (`ShardColumns`) that returns a mask, bool `[num_samples]`: the
+            samples to draw from. It is called once for each shard, and its result remembered.
+        columns: the fields that batches hold, in this order; others are not read. None: all.
+        max_tokens: the budget of a batch, as `{field: tokens}`: the longest of its samples times their number,
+            which is at most `batch_size`. Samples of like length come together, an epoch is at most one pass,
+            and no batch is dropped for its size.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in
@@ -118,6 +126,9 @@ class EpochLoader:
         split: str | None = None,
         holdout: float | None = None,
         mixture: Any = None,
+        where: Condition | None = None,
+        columns: Sequence[str] | None = None,
+        max_tokens: Mapping[str, int] | None = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, EpochLoader.__init__)
@@ -138,6 +149,8 @@ class EpochLoader:
             with_keys=with_keys,
             ragged=ragged,
             mixture=None if mixture is None else Mixture(mixture),
+            max_tokens=max_tokens,
+            view=make_view(where, columns),
         ).checked(replay)
         self._options = options = replace(options, split=choose_split(cache, split, holdout))
         warn_without_weights(cache, options)
@@ -245,7 +258,8 @@ class EpochLoader:
         """
         request, weights = Request.from_state(state), self._options.weights
         for record in (request.records or {}).values():
-            record.check_split(self._options.split)
+            view = self._options.view
+            record.check_selection(self._options.split, selects=view is not None and view.selects)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
         self._epochs.resume_from(request)

@@ -22,11 +22,13 @@ from cachestream.errors import ConfigError
 from cachestream.training.batches.gather import Ragged, check_ragged
 from cachestream.training.manifests import Replay
 from cachestream.training.samplers import check_sampler
+from cachestream.training.token_batches import check_max_tokens
 from cachestream.training.weights import KeyWeights
 
 if TYPE_CHECKING:
     from cachestream.schema import Split
     from cachestream.storage.cache import Cache
+    from cachestream.storage.view import View
     from cachestream.training.mixture import Mixture
     from cachestream.training.samplers import SamplerLike
 
@@ -60,11 +62,15 @@ class LoaderOptions:
     mixture: Mixture | None = None
     replay: Replay | None = None
     split: Split | None = None
+    max_tokens: Mapping[str, int] | None = None
+    view: View | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
+        given = ("sampler", "replay", "weights", "mixture")
         return self._in_common() | {
-            name: getattr(self, name) is not None for name in ("sampler", "replay", "weights", "mixture")
+            **{name: getattr(self, name) is not None for name in given},
+            "where": self.view is not None and self.view.selects,
         }
 
     def to_record(self) -> dict[str, Any]:
@@ -76,7 +82,8 @@ class LoaderOptions:
     def _in_common(self) -> dict[str, Any]:
         names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
         split = {} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}
-        return {name: getattr(self, name) for name in names} | split
+        tokens = {} if self.max_tokens is None else {"max_tokens": dict(self.max_tokens)}
+        return {name: getattr(self, name) for name in names} | split | tokens
 
     def checked(self, replay: str | os.PathLike[str] | None) -> LoaderOptions:
         """These options with plain numbers, and those of the manifests at `replay`; raises ConfigError."""
@@ -89,26 +96,22 @@ class LoaderOptions:
         check_share("turnover", self.turnover)
         check_seconds("timeout_s", self.timeout_s, SHORTEST_S)
         seed = check_count("seed", self.seed, -math.inf)
-        draws = self.sampler is not None or self.weights is not None
-        if self.locality is not None and (draws or not self.shuffle):
-            raise ConfigError(
-                "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
-            )
+        draws = ("sampler", "weights", "mixture", "locality", "max_tokens")
+        given = [f"{name}=" for name in draws if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} do not go together: each says what is drawn")
+        if not self.shuffle and (self.locality is not None or self.mixture is not None):
+            raise ConfigError(f"{given[0]} is a way to shuffle: it goes together with shuffle=True")
         if self.sampler is not None:
             check_sampler(self.sampler)
-            if self.weights is not None:
-                raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
-        if self.mixture is not None and (draws or self.locality is not None or not self.shuffle):
-            raise ConfigError(
-                "mixture= says what is drawn, at random: it goes without sampler=, weights=, locality= and "
-                "shuffle=False"
-            )
+        if self.max_tokens is not None:
+            check_max_tokens(self.max_tokens)
         with_keys = self.with_keys or self.weights is not None
         options = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]
         return options if replay is None else options._of_replay(parse_path(replay, "replay"))
 
     def _of_replay(self, path: str) -> LoaderOptions:
-        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality", "mixture"):
+        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality", "mixture", "max_tokens"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
         # Orders end where the recorded ones did: the samples at the end were a batch, and are not dropped.

@@ -97,9 +97,12 @@ class Mixture:
     def _sources(self, snapshot: Snapshot) -> Numbers:
         """The number of the source of each sample, int16 `[num_samples]`; `len(names)` if it is unknown."""
         known, self._of_shards = self._of_shards, {}
-        for shard, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
+        ends = np.cumsum(snapshot.counts)
+        columns = (snapshot.shard_ids, ends - snapshot.counts, ends)
+        for shard, start, stop in zip(*(column.tolist() for column in columns), strict=True):
             found = known.get(shard)
-            self._of_shards[shard] = _read(snapshot, shard, count, self.names) if found is None else found
+            found = _read(snapshot, shard, start, stop, self.names) if found is None else found
+            self._of_shards[shard] = found
         return np.concatenate([np.empty(0, np.int16), *self._of_shards.values()])
 
 
@@ -186,13 +189,19 @@ def _row(given: Any, what: str, names: Sequence[str] | None = None) -> Floats:
     return row
 
 
-def _read(snapshot: Snapshot, shard_id: int, count: int, names: Sequence[str]) -> Numbers:
-    """The numbers of the sources in a shard, int16 `[count]`: its keys begin with "NAME/" or "NAME.2/"."""
-    found = np.full(count, len(names), np.int16)
+def _read(snapshot: Snapshot, shard_id: int, start: int, stop: int, names: Sequence[str]) -> Numbers:
+    """The numbers of the sources of a shard's samples `start` to `stop` of the snapshot, int16 `[stop - start]`:
+    their keys begin with "NAME/" or "NAME.2/".
+    """
+    found = np.full(stop - start, len(names), np.int16)
     try:
         shard = MappedShard(shard_path(snapshot.root, shard_id))
         shard.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
-        rows = slice(None) if snapshot.split is None else snapshot.split.rows(shard.key_hashes())
+        rows: IntArray | slice = slice(None)
+        if snapshot.rows is not None:
+            rows = snapshot.rows[start:stop]
+        elif snapshot.split is not None:
+            rows = snapshot.split.rows(shard.key_hashes())
     except CorruptShardError:
         return found  # to be quarantined later
     text = np.append(shard.array(KEY_FIELD), np.zeros(64, np.uint8))

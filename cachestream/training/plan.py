@@ -243,7 +243,7 @@ class SegmentRecord:
 
     `key` seeds the permutation of a "shuffled" order and of a "local" one, whose window and run length are in
     `local`. `listed` and `bounds` are a sampler's samples and batch ends. `split`: the split of the samples,
-    None for all.
+    None for all. `selected`: a hash of the rows of each shard that a condition selects, None without one.
     """
 
     shard_ids: IntArray
@@ -256,9 +256,17 @@ class SegmentRecord:
     cuts: tuple[SegmentCut, ...] = ()
     local: tuple[int, int] | None = None
     split: str | None = None
+    selected: IntArray | None = None
 
-    def check_split(self, split: Split | None) -> None:
-        """Raise ConfigError if the samples are not those of `split`."""
+    def check_selection(self, split: Split | None, *, selects: bool) -> None:
+        """Raise ConfigError if the samples are not those of `split`, or if they are those of a condition and this
+        loader has none (`selects`), or the other way round.
+        """
+        if selects != (self.selected is not None):
+            drawn, has = ("without", "has one") if selects else ("with", "has none")
+            raise ConfigError(
+                f"this epoch was drawn {drawn} where=, and this EpochLoader {has}; give it the same condition"
+            )
         asked = None if split is None else split.name
         if asked != self.split:
             raise ConfigError(
@@ -296,6 +304,7 @@ class SegmentRecord:
             "listed": None if self.listed is None else self.listed.tolist(),
             "bounds": None if self.bounds is None else self.bounds.tolist(),
             "split": self.split,
+            "selected": None if self.selected is None else self.selected.tolist(),
             "local": None if self.local is None else list(self.local),
         }
         return state | {name: value for name, value in optional.items() if value is not None}
@@ -317,6 +326,7 @@ class SegmentRecord:
                 ),
                 local=_window_and_run(state.get("local")),
                 split=state.get("split"),
+                selected=_integers(state.get("selected")),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(

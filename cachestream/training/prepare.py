@@ -19,6 +19,7 @@ from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesEr
 from cachestream.permutation import mix_key
 from cachestream.storage.snapshots import sample_counts, weigh_shards
 from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_skipped
+from cachestream.storage.view import row_hashes
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
 from cachestream.training.plan import Plan, SegmentRecord, count_batches, rebuild, run_length, translate
@@ -26,6 +27,7 @@ from cachestream.training.ranks import pack_numbers, unpack_numbers
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.samplers import evaluate, join_selections
 from cachestream.training.segment import Segment
+from cachestream.training.token_batches import token_batches
 from cachestream.training.weights import draw
 
 if TYPE_CHECKING:
@@ -171,7 +173,9 @@ class Preparer:
         options, whole = self._options, self._options.batch_size * num_ranks
         least = options.min_samples or (whole if options.drop_last else num_ranks)
         give_up_s = 0.9 * options.timeout_s  # before the trainer's own timeout, because this error says more
-        wait_for_samples(self._cache, options.min_samples or whole, give_up_s, least, options.split, pause)
+        wait_for_samples(
+            self._cache, options.min_samples or whole, give_up_s, least, options.split, pause, options.view
+        )
 
     # --- order and plan
 
@@ -229,7 +233,11 @@ class Preparer:
         key, limit = mix_key(options.seed, request.epoch, request.index), self._remaining(request)
         size = snapshot.num_samples if limit is None else min(snapshot.num_samples, limit)
         split = None if options.split is None else options.split.name
-        record = SegmentRecord(snapshot.shard_ids, snapshot.counts, "shuffled", size, key, split=split)
+        record = SegmentRecord(
+            *(snapshot.shard_ids, snapshot.counts, "shuffled", size, key),
+            split=split,
+            selected=row_hashes(snapshot),
+        )
         if options.weights is not None or options.mixture is not None:
             mine: Payload | None = None
             if ranks.leads and (weights := options.weights) is not None:
@@ -244,6 +252,11 @@ class Preparer:
             chosen = evaluate(options.sampler, dataset, request.epoch, key, limit, len(ranks.group))
             if not chosen.shared and len(ranks.group) > 1:
                 chosen = join_selections(chosen, options.batch_size, ranks, lists, cancelled)
+            listed, bounds = chosen.indices, chosen.bounds
+            return replace(record, kind="listed", drawn=len(listed), listed=listed, bounds=bounds)
+        if options.max_tokens is not None:
+            field, budget = next(iter(options.max_tokens.items()))
+            chosen = token_batches(dataset, field, budget, options, size, key, len(ranks.group))
             listed, bounds = chosen.indices, chosen.bounds
             return replace(record, kind="listed", drawn=len(listed), listed=listed, bounds=bounds)
         if options.locality is not None:

@@ -86,9 +86,11 @@ class KeyWeights:
     def of_snapshot(self, snapshot: Snapshot) -> Floats:
         """The weight of each sample of `snapshot`, float64 `[num_samples]`. Used by one thread."""
         known, self._of_shards = self._of_shards, {}
-        for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
+        ends = np.cumsum(snapshot.counts)
+        columns = (snapshot.shard_ids, ends - snapshot.counts, ends)
+        for shard_id, start, stop in zip(*(column.tolist() for column in columns), strict=True):
             found = known.get(shard_id)
-            self._of_shards[shard_id] = _read(snapshot, shard_id, count) if found is None else found
+            self._of_shards[shard_id] = _read(snapshot, shard_id, start, stop) if found is None else found
         return self.of(np.concatenate(list(self._of_shards.values())))
 
     def of_shards(self) -> dict[int, float]:
@@ -156,12 +158,16 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
     return drawn
 
 
-def _read(snapshot: Snapshot, shard_id: int, count: int) -> Hashes:
-    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, to be quarantined later."""
+def _read(snapshot: Snapshot, shard_id: int, start: int, stop: int) -> Hashes:
+    """The hashes of the keys of a shard's samples `start` to `stop` of the snapshot, uint64 `[stop - start]`; zeros
+    for a damaged shard, to be quarantined later.
+    """
     try:
         hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()
     except CorruptShardError:
-        return np.zeros(count, np.uint64)
+        return np.zeros(stop - start, np.uint64)
+    if snapshot.rows is not None:
+        return hashes[snapshot.rows[start:stop]]
     return hashes if snapshot.split is None else hashes[snapshot.split.rows(hashes)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import CorruptShardError
-from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
+from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.view import ShardColumns, columns_of
 from cachestream.training.batches.memory import read_numbers
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class EpochMaps:
     """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
 
     `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
-    `picked` has the rows of the snapshot's split, for shards with samples of both splits. At most `max_open`
+    `picked` has the rows of the snapshot's split, for shards with samples of both splits, and `lengths` those of
+    fields, of all samples by field and shard. At most `max_open`
     shards are mapped at a time (the kernel limits the maps of a process). `keepers` has a reference to each
     map: who holds this array may use the addresses, also after all maps were dropped.
     """
@@ -147,6 +149,9 @@ class EpochMaps:
         else:
             self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
         self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
+        self.lengths: dict[str, dict[int, npt.NDArray[np.int32]]] = (
+            {} if previous is None else previous.lengths
+        )
         self._rows = self._rows_of_split()
         fields = (*snapshot.schema.fields, KEYS)
         self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}
@@ -177,9 +182,27 @@ class EpochMaps:
                 beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
         return shards, samples - self.starts[shards] if self._rows is None else self._rows[samples]
 
+    def lengths_of(self, name: str) -> IntArray:
+        """The length of field `name` in each sample of the snapshot, int64 `[num_samples]`. Used by one thread."""
+        snapshot, known = self.snapshot, self.lengths.get(name, {})
+        ids = snapshot.shard_ids.tolist()
+        self.lengths[name] = found = {
+            shard_id: known[shard_id]
+            if shard_id in known
+            else ShardColumns(MappedShard(shard_path(snapshot.root, shard_id))).lengths(name).astype(np.int32)
+            for shard_id in ids
+        }
+        sizes = np.array([len(found[shard_id]) for shard_id in ids], np.int64)
+        whole = np.concatenate([np.empty(0, np.int64), *found.values()])
+        if self._rows is None:
+            return whole
+        return whole[self._rows + np.repeat(np.cumsum(sizes) - sizes, snapshot.counts)]
+
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
         snapshot = self.snapshot
+        if snapshot.rows is not None:
+            return snapshot.rows
         if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
             return None
         rows: list[IntArray] = []
@@ -222,8 +245,9 @@ class EpochMaps:
     def _map(self, shard_id: int) -> MappedShard:
         shard = MappedShard(shard_path(self.snapshot.root, shard_id))
         if shard_id not in self.verified:
-            shard.verify()
-            _check_offsets(shard)
+            names = (*self.snapshot.schema.names, KEY_FIELD)
+            shard.verify(*columns_of(shard, names))
+            _check_offsets(shard, names)
             self.verified.add(shard_id)
         shard.expect_random()  # not before: verifying reads the file from end to end
         return shard
@@ -232,7 +256,7 @@ class EpochMaps:
         snapshot = self.snapshot
         count = int(snapshot.counts[position])
         expected = count if snapshot.sizes is None else int(snapshot.sizes[position])
-        if shard.num_samples != expected or snapshot.schema.merge(shard.schema) != snapshot.schema:
+        if shard.num_samples != expected or not self._fits(shard.schema):
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
                 f"{expected} of {snapshot.schema}; run 'cachestream verify CACHE --repair'"
@@ -251,6 +275,10 @@ class EpochMaps:
             keeper = shard.array(f"{KEY_FIELD}#offsets")
             self.keepers[position] = [keeper, *floats] if floats else keeper
             self.mapped[position] = True
+
+    def _fits(self, schema: Schema) -> bool:
+        wanted = self.snapshot.schema
+        return wanted.merge(schema.only(wanted.names)) == wanted
 
     def _drop_all(self) -> None:
         with self._lock:
@@ -294,10 +322,12 @@ def _item_bytes(field: Field) -> int:
     return 8 if field.dtype == "complex128" else field.numpy_dtype.itemsize
 
 
-def _check_offsets(shard: MappedShard) -> None:
-    """Raise CorruptShardError unless all offsets stay in their columns: they will be used as addresses."""
+def _check_offsets(shard: MappedShard, names: Container[str]) -> None:
+    """Raise CorruptShardError unless all offsets of the fields `names` stay in their columns: they will be used as
+    addresses.
+    """
     for field in (*shard.schema.fields, KEYS):
-        if f"{field.name}#offsets" not in shard.columns:
+        if field.name not in names or f"{field.name}#offsets" not in shard.columns:
             continue
         offsets, item_bytes = shard.array(f"{field.name}#offsets"), _item_bytes(field)
         size = shard.columns[field.name].nbytes // item_bytes

@@ -1,0 +1,231 @@
+"""The part of each shard that a reader asks for: the rows where a condition holds, and some fields.
+
+A condition is evaluated once a shard, over the columns that it reads, and its rows are remembered until the
+shard leaves the cache. A snapshot carries the rows of its shards, and no function, to other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from cachestream.errors import CacheStreamError, ConfigError, CorruptShardError, RankMismatchError
+from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot, Split
+from cachestream.storage.shard import MappedShard, shard_path
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+
+Condition = Callable[["ShardColumns"], Any]
+_KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
+
+
+class ShardColumns(Mapping[str, npt.NDArray[Any]]):
+    """The columns of one shard's samples by field, for a condition; a column is read when it is asked for.
+
+    A field of one shape is an array `[num_samples, *shape]` that must not be changed (bfloat16 as float32);
+    str fields and the keys, "__key__", are arrays of Python str `[num_samples]`. Of bytes and of tensors whose
+    shape varies there are only `lengths`. Raises ConfigError for other names, CorruptShardError for damage.
+    """
+
+    def __init__(self, shard: MappedShard) -> None:
+        self._shard = shard
+        self._fields = {field.name: field for field in (*shard.schema.fields, _KEYS)}
+        self.num_samples = shard.num_samples
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        field, shard = self._field(name), self._shard
+        if field.shape is None and field.kind != "str":
+            raise ConfigError(
+                f"the length of {name!r} varies between samples, so it is no column: columns.lengths({name!r}) has the lengths"
+            )
+        shard.verify(*columns_of(shard, [name]))
+        if name == KEY_FIELD or field.kind == "str":
+            return np.array([*shard.values(field, 0, self.num_samples), None], object)[:-1]
+        values = np.asarray(shard.values(field, 0, self.num_samples))
+        if field.dtype == "bfloat16":
+            return (values["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+        return values
+
+    def lengths(self, name: str) -> IntArray:
+        """The sizes of the first dimension of field `name`, of str and bytes the bytes: int64 `[num_samples]`.
+
+        Raises ConfigError for a field of numbers.
+        """
+        field, shard = self._field(name), self._shard
+        if not field.ndim and field.kind == "tensor":
+            raise ConfigError(f"{name!r} is one number in each sample, which has no length")
+        if field.shape is not None:
+            return np.full(self.num_samples, field.shape[0], np.int64)
+        column = f"{name}#shapes" if field.kind == "tensor" else f"{name}#offsets"
+        shard.verify(column)
+        found = shard.array(column)
+        return found[:, 0].copy() if field.kind == "tensor" else np.diff(found)
+
+    def _field(self, name: str) -> Field:
+        if name not in self._fields:
+            raise ConfigError(f"the samples have no field {name!r}: they have {sorted(self._fields)}")
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return f"<ShardColumns {self.num_samples} samples, {sorted(self._fields)}>"
+
+
+def columns_of(shard: MappedShard, names: Iterable[str]) -> list[str]:
+    """The columns that hold the fields `names` in the file of `shard`."""
+    parts = (f"{name}{part}" for name in names for part in ("", "#offsets", "#shapes"))
+    return [column for column in parts if column in shard.columns]
+
+
+class View:
+    """The rows of `where` and of a split, and the fields `columns`, in this order; None: all.
+
+    Used by one thread, for one cache and one split.
+    """
+
+    def __init__(self, where: Condition | None, columns: tuple[str, ...] | None) -> None:
+        self._where = where
+        self._columns = columns
+        self._rows: dict[int, npt.NDArray[np.int32]] = {}  # selected, of each shard
+
+    @property
+    def selects(self) -> bool:
+        """True if there is a condition."""
+        return self._where is not None
+
+    def evaluate(self, cache: Cache, split: Split | None) -> int:
+        """Evaluate the condition on the shards of `cache` that are new; return the number of rows selected.
+
+        Damaged shards are quarantined.
+        """
+        with cache.catalogue.reading() as tables:
+            (ids,) = tables.shard_columns("id")
+        for shard_id, error in self._remember(cache.path, ids, split):
+            cache.quarantine(shard_id, str(error))  # does nothing if the shard was evicted meanwhile
+        return sum(map(len, self._rows.values()))
+
+    def counts(self, shard_ids: IntArray) -> IntArray:
+        """The number of rows selected in each shard, int64 `[n]`; -1 where the condition was not evaluated."""
+        counts = [-1 if (rows := self._rows.get(i)) is None else len(rows) for i in shard_ids.tolist()]
+        return np.array(counts, np.int64)
+
+    def fields_of(self, schema: Schema) -> Schema:
+        """The fields of the view. Raises ConfigError for a name that is no field of `schema`."""
+        return schema if self._columns is None else schema.only(self._columns, "columns=")
+
+    def apply(self, snapshot: Snapshot) -> Snapshot:
+        """The `snapshot` with the rows of its shards."""
+        if not self.selects:
+            return snapshot
+        known = [self._rows[shard_id] for shard_id in snapshot.shard_ids.tolist()]
+        return replace(snapshot, rows=np.concatenate([np.empty(0, np.int64), *known]))
+
+    def join(self, snapshot: Snapshot, expected: str) -> Snapshot:
+        """As `apply`, for another rank's snapshot, whose rows have the hash `expected`."""
+        for _, error in self._remember(snapshot.root, snapshot.shard_ids, snapshot.split):
+            raise error
+        found = self.apply(snapshot)
+        if hash_of(found.rows) != expected:
+            raise RankMismatchError(
+                f"where= selects {len(found.rows) if found.rows is not None else 0} samples on this rank, and on the first rank "
+                f"of the cache {snapshot.num_samples} or others: give all ranks the same condition, without randomness"
+            )
+        return found
+
+    def check(self, cache: Cache, split: Split | None, shard_ids: IntArray, hashes: IntArray) -> None:
+        """Raise ConfigError if the rows of a shard are not those with these `hashes` (of `row_hashes`)."""
+        self.evaluate(cache, split)
+        for shard_id, expected in zip(shard_ids.tolist(), hashes.tolist(), strict=True):
+            rows = self._rows.get(shard_id)
+            if rows is not None and _hash_rows(rows) != expected:
+                raise ConfigError(
+                    f"where= selects other samples of shard {shard_id} than when this epoch was drawn: give the same "
+                    "condition, or begin a new epoch"
+                )
+
+    def _remember(
+        self, root: str, shard_ids: IntArray, split: Split | None
+    ) -> list[tuple[int, CorruptShardError]]:
+        """Know the rows of these shards and of no others; return those that are damaged."""
+        if not self.selects:
+            return []
+        known, damaged = self._rows, []
+        self._rows = {shard_id: known[shard_id] for shard_id in shard_ids.tolist() if shard_id in known}
+        for shard_id in shard_ids.tolist():
+            if shard_id in self._rows:
+                continue
+            try:
+                self._rows[shard_id] = self._select(MappedShard(shard_path(root, shard_id)), split)
+            except CorruptShardError as error:
+                damaged.append((shard_id, error))
+        return damaged
+
+    def _select(self, shard: MappedShard, split: Split | None) -> npt.NDArray[np.int32]:
+        assert self._where is not None
+        try:
+            mask = np.asarray(self._where(ShardColumns(shard)))
+        except CacheStreamError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"where= failed on the {shard.num_samples} samples of {shard.path}: {type(error).__name__}: {error}; it gets "
+                "the columns of a shard (arrays), and returns which samples to take, such as columns['label'] == 3"
+            ) from error
+        if mask.dtype != np.bool_ or mask.shape != (shard.num_samples,):
+            raise ConfigError(
+                f"where= returned {mask.dtype} {list(mask.shape)} for a shard of {shard.num_samples} samples: return a mask, "
+                f"bool [{shard.num_samples}], such as columns['label'] == 3"
+            )
+        rows = np.flatnonzero(mask)
+        if split is not None:
+            rows = np.intersect1d(rows, split.rows(shard.key_hashes()), assume_unique=True)
+        return rows.astype(np.int32)
+
+
+def make_view(where: object, columns: object) -> View | None:
+    """The view for `where=` and `columns=`; None for neither. Raises ConfigError for what cannot be one."""
+    if where is None and columns is None:
+        return None
+    if where is not None and not callable(where):
+        raise ConfigError(
+            f"where={where!r}: give a function of a shard's columns that returns a mask, such as "
+            "lambda columns: columns['label'] == 3"
+        )
+    names = None if columns is None else tuple(columns) if isinstance(columns, list | tuple) else ()
+    if names is not None and (
+        not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names)
+    ):
+        raise ConfigError(
+            f"columns={columns!r}: give a list of fields, each once, such as ['image', 'label']"
+        )
+    if names is not None and KEY_FIELD in names:
+        raise ConfigError(f"columns= names {KEY_FIELD!r}: keys come with with_keys=True")
+    return View(where, names)
+
+
+def row_hashes(snapshot: Snapshot) -> IntArray | None:
+    """A hash of the rows of each shard, int64 `[num_shards]`; None without a condition."""
+    if snapshot.rows is None:
+        return None
+    parts = np.split(snapshot.rows, np.cumsum(snapshot.counts)[:-1])
+    return np.array([_hash_rows(part) for part in parts], np.int64)
+
+
+def hash_of(rows: IntArray | None) -> str:
+    """A hash of all rows of a snapshot; "" without a condition."""
+    return "" if rows is None else xxhash.xxh3_64_hexdigest(rows.tobytes())
+
+
+def _hash_rows(rows: npt.NDArray[Any]) -> int:
+    return xxhash.xxh3_64_intdigest(rows.astype("<i4").tobytes()) >> 1
