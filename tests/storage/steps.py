@@ -186,6 +186,7 @@ def _apart(task: Callable[[], T]) -> T:
 def run_task() -> None:
     """The main function of the process that `_apart` starts."""
     task = pickle.load(sys.stdin.buffer)
+    answer: tuple[object, str | None]
     try:
         answer = task(), None
     except AssertionError as error:

@@ -432,7 +432,7 @@ def test_a_rebuilt_catalogue_that_is_in_its_place_before_it_is_whole_is_found(
 @pytest.mark.slow
 def test_a_recovery_that_forgets_the_dead_is_found(full: Path, fast_path: Path) -> None:
     def recover(cache: Cache) -> None:
-        Reservations._abandoned = lambda *_: []  # type: ignore[assignment, method-assign]
+        Reservations._abandoned = lambda *_: []  # type: ignore[method-assign]
         cache.recover()
 
     with pytest.raises(AssertionError):
