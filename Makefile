@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
-# The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
-WORKERS     ?= 4
+# The tests wait for processes, servers and deadlines half of their time: three times as many at once as there are cores.
+WORKERS     ?= 6
 # Tests and benchmarks start thousands of processes, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 DEMO_ARGS   ?=
@@ -20,7 +20,7 @@ PLUGINS := plugins/cachestream-lance plugins/cachestream-video
 MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/batches/_gather.c $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
+.PHONY: help demo test check compile docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,13 @@ help:  ## show this list
 demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, real images, no network
 	$(BIN)/cachestream demo $(DEMO_ARGS)
 
-test: check pytest  ## set up, then check and test everything
+# The checks take one core, so that another may compile meanwhile what pip has left to the first import.
+test: $(VENV)/.ready-dev  ## set up, then check and test everything
+	@$(MAKE) --no-print-directory --jobs 2 check compile
+	@$(MAKE) --no-print-directory pytest
+
+compile: $(VENV)/.ready-dev
+	@$(BIN)/python -m compileall -qq $(VENV)/lib || true  # packages hold templates that are no Python
 
 check: $(VENV)/.ready-dev docs  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .
@@ -82,7 +88,7 @@ clean:  ## remove what was made here, the virtual environment too
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.
 $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' \
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]' \
 	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
 	@touch $@
 

@@ -36,6 +36,7 @@ LONGEST: Final = (
     "test_kills.py",
     "test_demo.py",
     "test_frameworks.py",
+    "test_torchtitan.py",
     "test_ddp_matrix.py",
     "test_worker_stalls.py",
 )

@@ -88,9 +88,10 @@ def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
         for target in targets:
             yield Import(module, target, getattr(node, "lineno", 0), at_run_time, in_function)
         typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, at_run_time and not typed, inside)
+            if not isinstance(child, ast.expr):  # an import is a statement: ten times fewer nodes
+                yield from visit(child, at_run_time and not typed, inside)
 
     yield from visit(tree, True, False)
 

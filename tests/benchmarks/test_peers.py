@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.measure import run_rounds
 from benchmarks.peers import ours
-from benchmarks.peers.__main__ import measure
 from benchmarks.peers.entries import ENTRIES, Entry
 from benchmarks.peers.one import epoch_rates
 from benchmarks.peers.report import figures_of
@@ -31,6 +30,8 @@ def test_our_loaders_deliver_every_sample_of_a_workload_in_every_epoch(name: str
 
 
 def test_figures_come_from_processes_and_what_failed_is_left_out(tmp_path: Path) -> None:
+    from benchmarks.peers.__main__ import measure  # loads what draws the page
+
     entries = [
         Entry("loader", "ours", "EpochLoader", (0,), "ours"),
         Entry("absent", "no_such_peer", workers=(0,)),

@@ -21,14 +21,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bokeh.document import Document
-from bokeh.models.widgets import Div
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.dashboard.page import build_page
 from cachestream.dashboard.readings import CacheWatch
 from tests.cli.support import cli
 from tests.support.browser import take_picture
@@ -75,7 +72,11 @@ def values(text: str) -> dict[str, float]:
 
 
 def page(*caches: object) -> Any:
-    """The page of `caches` as it is when it is opened."""
+    """The page of `caches` as it is when it is opened. Bokeh is loaded by who runs the tests, not by who collects them."""
+    from bokeh.document import Document
+
+    from cachestream.dashboard.page import build_page
+
     document, watches = Document(), [CacheWatch(str(cache)) for cache in caches]
     build_page(document, watches)
     for watch in watches:
@@ -85,6 +86,8 @@ def page(*caches: object) -> Any:
 
 def heads(document: Any) -> list[str]:
     """The sentence and the table of each cache."""
+    from bokeh.models.widgets import Div
+
     return [model.text for model in document.models if isinstance(model, Div)]
 
 

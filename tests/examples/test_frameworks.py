@@ -17,8 +17,10 @@ from typing import Final
 import numpy as np
 import pytest
 from PIL import Image
+from torch.distributed import run as torchrun
 
 from cachestream import Cache
+from tests.support.forked import run_forked
 from tests.training.scripts.ports import free_port
 
 ROOT: Final = Path(__file__).parents[2]
@@ -33,7 +35,7 @@ FRAMEWORKS: Final = (
     "two_hosts",
 )
 EPOCH: Final = re.compile(r"^epoch (\d+): (\d+) (?:batches|steps)", re.MULTILINE)
-TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TWO_RANKS: Final = ("--standalone", "--nproc-per-node=2")
 Run = Callable[..., str]
 
 
@@ -53,32 +55,39 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    """Runs an example in an empty folder, and returns what it prints."""
+def run(tmp_path: Path, forked: None) -> Iterator[Run]:
+    """Runs an example in an empty folder, by torchrun if it gets options, and returns what it prints."""
     short = tempfile.mkdtemp(prefix="cs-")  # Ray makes sockets below it, whose paths may not be long
+    environment = {
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # where it was, if a signal ends it
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": short,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
     def start(
-        name: str, *arguments: str | Path, launcher: tuple[str, ...] = (), timeout_s: float = 300
+        name: str, *arguments: str | Path, torchrun_options: tuple[str, ...] = (), timeout_s: float = 300
     ) -> str:
-        done = subprocess.run(
-            [sys.executable, *launcher, EXAMPLES / f"{name}.py", *arguments],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "ACCELERATE_USE_CPU": "true",
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONFAULTHANDLER": "1",  # where it was, if a signal ends it
-                "RAY_AUTH_MODE": "disabled",
-                "RAY_TMPDIR": short,
-                "RAY_USAGE_STATS_ENABLED": "0",
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        command = (EXAMPLES / f"{name}.py", *arguments)
+        if torchrun_options:
+            options = (*torchrun_options, *command)
+            done = run_forked(
+                torchrun.main, options, cwd=tmp_path, environment=environment, timeout_s=timeout_s
+            )
+        else:
+            done = subprocess.run(
+                [sys.executable, *command],
+                cwd=tmp_path,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
@@ -114,7 +123,7 @@ def test_the_example_for_lightning_goes_on_where_it_was(remote: Path, run: Run, 
 
 
 def test_the_example_for_accelerate_trains_two_processes(remote: Path, run: Run, tmp_path: Path) -> None:
-    printed = run("accelerate_loop", remote / "train", "cache", "--epochs", "3", launcher=TORCHRUN)
+    printed = run("accelerate_loop", remote / "train", "cache", "--epochs", "3", torchrun_options=TWO_RANKS)
     assert [number for number, _ in epochs(printed)] == [0, 1, 2]
     assert all(
         1 <= count <= 2 for _, count in epochs(printed)
@@ -128,7 +137,7 @@ def test_the_example_for_the_trainer_has_equal_epochs_in_two_processes(
     remote: Path, run: Run, tmp_path: Path
 ) -> None:
     options = ("--epochs", "3", "--epoch-size", "128", "--cpu")
-    printed = run("hf_trainer", remote, "cache", *options, launcher=TORCHRUN)
+    printed = run("hf_trainer", remote, "cache", *options, torchrun_options=TWO_RANKS)
     assert epochs(printed) == [(1, 2), (2, 4), (3, 6)]  # 128 samples, 2 processes, 32 a batch: split once
     assert cached(tmp_path / "cache" / "train") >= 64
 
@@ -167,10 +176,10 @@ def test_the_second_of_two_hosts_fills_its_cache_from_that_of_the_first(run: Run
     for number in range(128):
         np.save(tmp_path / "waves" / f"{number:03d}.npy", np.full(256, number, np.float32))
     ranks = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
-    launcher = ("-m", "torch.distributed.run", *ranks, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    options = (*ranks, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     with ThreadPoolExecutor() as threads:
         hosts = [
-            threads.submit(run, "two_hosts", *arguments, "--epochs", "1", launcher=launcher)
+            threads.submit(run, "two_hosts", *arguments, "--epochs", "1", torchrun_options=options)
             for arguments in (("waves", "host-0"), ("host-0", "host-1", "--from-cache"))
         ]
         printed = "".join(host.result(timeout=300) for host in hosts)

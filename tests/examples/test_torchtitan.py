@@ -5,29 +5,33 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
+from torch.distributed import run as torchrun
 
 import cachestream as cs
+from tests.support.forked import run_forked
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLE: Final = "torchtitan_tokens"
 SEQ_LEN: Final = 32
 LOSS: Final = re.compile(r"step: +(\d+) .*?loss: +([\d.]+)")
-pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan")
+pytestmark = [
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan"),
+    pytest.mark.usefixtures("forked"),
+]
 
 
 def train(folder: Path, outputs: str, *options: str) -> tuple[int, dict[int, str], str]:
     """The exit status, the loss of each step that rank 0 has logged, and all that was printed."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    done = run_forked(
+        torchrun.main,
+        (
+            *("--standalone", "--nproc-per-node=2"),
             *("--local-ranks-filter=0", ROOT / "tests" / "support" / "titan_on_cpu.py"),
             *("--experimental.custom_import", EXAMPLE, "--job.custom_config_module", EXAMPLE),
             *("--model.name", "llama3_cached", "--model.flavor", "debugmodel"),
@@ -46,19 +50,14 @@ def train(folder: Path, outputs: str, *options: str) -> tuple[int, dict[int, str
             *("--checkpoint.enable", "--checkpoint.interval", "3", "--checkpoint.no_last_save_model_only"),
             *("--metrics.log_freq", "1", "--metrics.disable_color_printing", "--job.dump_folder", outputs),
             *options,
-        ],
+        ),
         cwd=folder,
-        env={
-            **os.environ,
+        environment={
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
         },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        timeout_s=240,
     )
     printed = done.stdout + done.stderr
     return done.returncode, {int(step): loss for step, loss in LOSS.findall(printed)}, printed
@@ -87,6 +86,7 @@ def test_torchtitan_trains_two_ranks_and_goes_on_at_the_exact_next_batch(folder:
     assert resumed == {step: loss for step, loss in losses.items() if step > 3}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_example_refuses_ranks_that_need_the_same_batch(folder: Path) -> None:
     tensor_parallel = (

@@ -252,8 +252,8 @@ def seed() -> int:
 
 
 @pytest.mark.timeout(500)
-def test_forty_random_kills_tear_lose_and_double_nothing(tmp_path: Path, processes: Processes) -> None:
-    run(tmp_path, processes, int(os.environ.get("KILLS", "40")), seed())
+def test_twenty_random_kills_tear_lose_and_double_nothing(tmp_path: Path, processes: Processes) -> None:
+    run(tmp_path, processes, int(os.environ.get("KILLS", "20")), seed())
 
 
 @pytest.mark.slow

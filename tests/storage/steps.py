@@ -6,22 +6,32 @@ A step is counted before it happens, and a write of data twice: before it, and w
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import cloudpickle
 
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
 from tests.storage.support import Line, assert_books_cover_disk, assert_sound, fork
 
-__all__ = ["Crash", "Steps", "copy_of", "crash_everywhere", "crash_twice", "steps_of"]
+__all__ = ["Crash", "Steps", "copy_of", "crash_everywhere", "crash_twice", "run_task", "steps_of"]
 
 Action = Callable[[Cache, Line], object]
 Mutation = Callable[[], None]
+T = TypeVar("T")
+
+_ROOT: Final = Path(__file__).parents[2]
+_APART: Final = "from tests.storage.steps import run_task; run_task()"
 
 _CALLS: Final = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "ftruncate", "pwrite")
 _QUIET_STATEMENTS: Final = ("SELECT", "PRAGMA", "ROLLBACK", "BEGIN")
@@ -144,8 +154,55 @@ def crash_everywhere(
     """Run `action` on copies of the cache at `template`, kill it at each step, recover, check the invariants.
 
     `check(cache, crash)` gets the recovered cache. With `books_hold`, all disk usage must be accounted for
-    even before the recovery. Returns the steps.
+    even before the recovery. Returns the steps. All of it runs in a process without the changes that a test has
+    made to modules.
     """
+    return _apart(partial(_crash_everywhere, template, scratch, action, check, recover, mutation, books_hold))
+
+
+def crash_twice(
+    template: Path, scratch: Path, action: Action, recovery: Action, check: Callable[[Cache, Crash], None]
+) -> None:
+    """Kill `action` at each step, and then kill each step of the `recovery` from that."""
+    _apart(partial(_crash_twice, template, scratch, action, recovery, check))
+
+
+def _apart(task: Callable[[], T]) -> T:
+    """Run `task` in a new interpreter: a fork takes the longer the more memory there is, and the tests' is large."""
+    done = subprocess.run(
+        [sys.executable, "-c", _APART],
+        input=cloudpickle.dumps(task),
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        check=True,
+    )
+    result, failure = pickle.loads(done.stdout)
+    if failure is not None:
+        raise AssertionError(failure)
+    found: T = result
+    return found
+
+
+def run_task() -> None:
+    """The main function of the process that `_apart` starts."""
+    task = pickle.load(sys.stdin.buffer)
+    answer: tuple[object, str | None]
+    try:
+        answer = task(), None
+    except AssertionError as error:
+        answer = None, str(error)
+    sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+def _crash_everywhere(
+    template: Path,
+    scratch: Path,
+    action: Action,
+    check: Callable[[Cache, Crash], None],
+    recover: Callable[[Cache], object],
+    mutation: Mutation | None,
+    books_hold: bool,
+) -> list[str]:
     names = steps_of(template, scratch, action, mutation)
     for number in range(len(names) + 1):
         path = copy_of(template, scratch)
@@ -165,22 +222,19 @@ def crash_everywhere(
     return names
 
 
-def crash_twice(
+def _crash_twice(
     template: Path, scratch: Path, action: Action, recovery: Action, check: Callable[[Cache, Crash], None]
 ) -> None:
-    """Kill `action` at each step, and then kill each step of the `recovery` from that."""
     names = steps_of(template, scratch, action)
     for number in range(len(names)):
         killed = _run(copy_of(template, scratch), action, None, number)
         broken = scratch / "broken"
         shutil.copytree(scratch / "crashed", broken)
-        said = killed.said
-        crash_everywhere(
-            broken,
-            scratch,
-            recovery,
-            lambda cache, crash, said=said: check(cache, Crash(said, crash.steps)),  # type: ignore[misc]
-        )
+
+        def check_both(cache: Cache, crash: Crash, said: tuple[str, ...] = killed.said) -> None:
+            check(cache, Crash(said, crash.steps))
+
+        _crash_everywhere(broken, scratch, recovery, check_both, Cache.recover, None, books_hold=True)
         shutil.rmtree(broken)
 
 
