@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cachestream.sources.tfrecord import TFRecordSource
     from cachestream.sources.token_windows import pack_tokens
     from cachestream.storage.cache import Cache
-    from cachestream.storage.view import ShardColumns
+    from cachestream.storage.shard import ShardColumns
     from cachestream.streaming import stream
     from cachestream.tracing import trace
     from cachestream.training.batches.collate import collate
@@ -123,7 +123,7 @@ _HOMES: Final[dict[str, str]] = {
     "IterableSource": "sources.datasets",
     "Manifest": "listing.manifest",
     "Padded": "training.batches.gather",
-    "ShardColumns": "storage.view",
+    "ShardColumns": "storage.shard",
     "ParquetSource": "sources.parquet",
     "Source": "sources.base",
     "TFRecordSource": "sources.tfrecord",

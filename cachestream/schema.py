@@ -220,7 +220,7 @@ class Schema:
         return Schema(tuple(replace(field, dtype=dtype) for field, dtype in pairs), self.container)
 
     def only(self, names: Iterable[str], asked: str = "fields") -> Schema:
-        """The fields `names`, in this order. Raises ConfigError, about `asked`, for a name that is no field."""
+        """The fields `names`, in this order. Raises ConfigError about `asked` for a name that is no field."""
         fields = {field.name: field for field in self.fields}
         for name in names:
             if name not in fields:

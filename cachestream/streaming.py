@@ -93,8 +93,8 @@ def stream(
     unweighed = options.get("weights", False) in (None, False) and options.get("replay") is None
     if unweighed and options.get("eviction") == "least-weight":
         raise ConfigError(
-            "eviction='least-weight' evicts by the weights of samples, and there are none: give weights=True and "
-            "call update_weights, or choose another policy"
+            "eviction='least-weight' evicts by the weights of samples, and there are none: give weights=True "
+            "and call update_weights, or choose another policy"
         )
     # Before a cache is made.
     WorkerOptions(**_selected(worker_options, WorkerOptions.__dataclass_fields__)).check()

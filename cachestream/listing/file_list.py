@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, Literal
@@ -28,10 +26,8 @@ from cachestream.listing.patterns import (
     extension_of,
     kind_of,
 )
-from cachestream.transport.file_objects import SeekableFile
 from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import map_errors, public_name, redact
-from cachestream.transport.remote_object import RemoteObject
+from cachestream.transport.remote_errors import public_name, redact
 
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
@@ -254,24 +250,6 @@ class FileList:
     def where(self, index: int) -> str:
         """Return the path of file `index` as shown in messages."""
         return self._shown_root + self.key(index)
-
-    @contextmanager
-    def open_file(self, index: int, buffer_bytes: int = 1 << 20) -> Iterator[io.BufferedReader]:
-        """Open file `index` as a seekable file object; a request fetches `buffer_bytes`.
-
-        Reads have deadlines, resume, are counted and limited. What the block raises becomes a SampleError with
-        the file's name, or, where a read failed for that, SourceUnavailableError.
-        """
-        where = self.where(index)
-        with map_errors(where, one_of_many=True, secrets=self.remote.secrets):
-            raw: Any = SeekableFile(RemoteObject(self.remote, self.path(index), where))
-            with io.BufferedReader(raw, buffer_bytes) as file:
-                try:
-                    yield file
-                except Exception:
-                    if raw.error is not None:  # libraries replace it by one of their own
-                        raise raw.error from None
-                    raise
 
 
 def _is_a_file(url: str) -> bool:

@@ -21,9 +21,7 @@ from cachestream.listing.patterns import TFRECORD_ENDINGS
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.compression import DecompressedStream
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.fields import Defaults
-from cachestream.sources.sample_files import CutFiles
-from cachestream.sources.tf_example import (
+from cachestream.sources.decode.tf_example import (
     Feature,
     FeatureFields,
     Kind,
@@ -31,6 +29,8 @@ from cachestream.sources.tf_example import (
     load_example,
     parse_example,
 )
+from cachestream.sources.fields import Defaults
+from cachestream.sources.sample_files import CutFiles
 from cachestream.transport import object_limit
 from cachestream.transport.stream import Stream
 

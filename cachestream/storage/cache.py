@@ -227,9 +227,9 @@ class Cache:
         """A frozen, leased, map-style dataset of the samples cached now: `len()`, `[i]`, any torch sampler.
 
         With a smaller `epoch_size`, it consists of the least used shards that cover it. When the cache is
-        full and the filling goes on, the `turnover` share that eviction would take first is left out. `split`,
-        `holdout`, `where` and `columns` as in `EpochLoader`. Raises NotEnoughSamplesError when the cache is
-        empty, or nothing is selected, and ConfigError for arguments that cannot work.
+        full and the filling goes on, the `turnover` share that eviction would take first is left out.
+        `split`, `holdout`, `where` and `columns` as in `EpochLoader`. Raises NotEnoughSamplesError when the
+        cache is empty, or nothing is selected, and ConfigError for arguments that cannot work.
         """
         view = make_view(where, columns)
         chosen = choose_split(self, split, holdout)

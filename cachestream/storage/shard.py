@@ -1,11 +1,11 @@
-"""The shard file on the local disk: its path, mapping it, and its identity in any cache."""
+"""The shard file on the local disk: its path, mapping it, its columns, and its identity in any cache."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cachestream.errors import CacheError, CorruptShardError
+from cachestream.errors import CacheError, ConfigError, CorruptShardError
 from cachestream.linux import FileMap
-from cachestream.schema import KEY_FIELD
+from cachestream.schema import KEY_FIELD, Field, IntArray
 from cachestream.shard_format import LENGTH_BYTES, SUFFIX, ShardData, header_bytes
 from cachestream.storage.os_errors import disk_error
 
+KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 # Errors of reading from a failing disk, and of opening a path that is not a regular file.
 _DAMAGE: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
@@ -101,6 +102,71 @@ class MappedShard(ShardData):
 
     def __repr__(self) -> str:
         return f"<MappedShard {self.path} {self.num_samples} samples, {self.size_bytes} bytes>"
+
+
+class ShardColumns(Mapping[str, npt.NDArray[Any]]):
+    """The columns of one shard's samples by field, for a condition; a column is read when it is asked for.
+
+    A field of one shape is an array `[num_samples, *shape]` that must not be changed (bfloat16 as float32);
+    str fields and the keys, "__key__", are arrays of Python str `[num_samples]`. Of bytes and of tensors
+    whose shape varies there are only `lengths`. Raises ConfigError for other names, CorruptShardError for
+    damage.
+    """
+
+    def __init__(self, shard: MappedShard) -> None:
+        self._shard = shard
+        self._fields = {field.name: field for field in (*shard.schema.fields, KEYS)}
+        self.num_samples = shard.num_samples
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        field, shard = self._field(name), self._shard
+        if field.shape is None and field.kind != "str":
+            raise ConfigError(
+                f"the length of {name!r} varies between samples, so it is no column: "
+                f"columns.lengths({name!r}) has the lengths"
+            )
+        shard.verify(*columns_of(shard, [name]))
+        if name == KEY_FIELD or field.kind == "str":
+            return np.array([*shard.values(field, 0, self.num_samples), None], object)[:-1]
+        values = np.asarray(shard.values(field, 0, self.num_samples))
+        if field.dtype == "bfloat16":
+            return (values["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+        return values
+
+    def lengths(self, name: str) -> IntArray:
+        """The sizes of the first dimension of `name`, of str and bytes the bytes: int64 `[num_samples]`.
+
+        Raises ConfigError for a field of numbers.
+        """
+        field, shard = self._field(name), self._shard
+        if not field.ndim and field.kind == "tensor":
+            raise ConfigError(f"{name!r} is one number in each sample, which has no length")
+        if field.shape is not None:
+            return np.full(self.num_samples, field.shape[0], np.int64)
+        column = f"{name}#shapes" if field.kind == "tensor" else f"{name}#offsets"
+        shard.verify(column)
+        found = shard.array(column)
+        return found[:, 0].copy() if field.kind == "tensor" else np.diff(found)
+
+    def _field(self, name: str) -> Field:
+        if name not in self._fields:
+            raise ConfigError(f"the samples have no field {name!r}: they have {sorted(self._fields)}")
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return f"<ShardColumns {self.num_samples} samples, {sorted(self._fields)}>"
+
+
+def columns_of(shard: MappedShard, names: Iterable[str]) -> list[str]:
+    """The columns that hold the fields `names` in the file of `shard`."""
+    parts = (f"{name}{part}" for name in names for part in ("", "#offsets", "#shapes"))
+    return [column for column in parts if column in shard.columns]
 
 
 def _file_size(fd: int) -> int:

@@ -67,8 +67,8 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
-    """The cached shards, int64 arrays `[num_shards]` by ascending id; `counts` are samples of the `split` that
-    the `view` selects.
+    """The cached shards, int64 arrays `[num_shards]` by ascending id; `counts` are samples of the `split`
+    that the `view` selects.
     """
 
     ids: IntArray
@@ -92,8 +92,8 @@ class _CachedShards:
         return cls(ids, counts, sizes, schema_ids, uses, split, view)
 
     def with_those_passed_over(self, chosen: IntArray) -> IntArray:
-        """The indices `chosen`, and those of shards in which the condition selects nothing: an epoch has no use
-        for them, and only shards that were used are evicted.
+        """The indices `chosen`, and those of shards in which the condition selects nothing: an epoch has no
+        use for them, and only shards that were used are evicted.
         """
         if self.view is None or not self.view.selects:
             return chosen
@@ -136,7 +136,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
             if view is not None and view.selects and not len(chosen):
                 raise NotEnoughSamplesError(
-                    f"where= selects 0 of the {int(cached.sizes.sum())} samples that the cache at {cache.path} holds"
+                    f"where= selects 0 of the {int(cached.sizes.sum())} samples in the cache at {cache.path}"
                     f"{of_split(split)}; wait for more, or change the condition"
                 )
             if split is not None and not len(chosen):
@@ -170,8 +170,8 @@ def restore_snapshot(
 
 
 def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
-    """Count the `chosen` shards as used, and return the schema of their samples: the fields of the view, with the
-    cache's dtypes.
+    """Count the `chosen` shards as used, and return the schema of their samples: the fields of the view, with
+    the cache's dtypes.
     """
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(

@@ -29,7 +29,7 @@ _SPLIT_STATEMENTS: Final = (
     """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
         DELETE FROM splits WHERE id = OLD.id; END""",
 )
-# In a cache that evicts by weight: the mean weight of each shard's samples, where a loader with weights used it.
+# In a cache that evicts by weight: the mean weight of the samples of each shard that was drawn by weights.
 _WEIGHT_STATEMENTS: Final = (
     "CREATE TABLE IF NOT EXISTS weights (id INTEGER PRIMARY KEY, weight REAL NOT NULL)",
     """CREATE TRIGGER IF NOT EXISTS weight_goes AFTER DELETE ON shards BEGIN

@@ -6,86 +6,22 @@ shard leaves the cache. A snapshot carries the rows of its shards, and no functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from cachestream.errors import CacheStreamError, ConfigError, CorruptShardError, RankMismatchError
-from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot, Split
-from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.schema import KEY_FIELD, IntArray, Schema, Snapshot, Split
+from cachestream.storage.shard import MappedShard, ShardColumns, shard_path
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
-Condition = Callable[["ShardColumns"], Any]
-_KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
-
-
-class ShardColumns(Mapping[str, npt.NDArray[Any]]):
-    """The columns of one shard's samples by field, for a condition; a column is read when it is asked for.
-
-    A field of one shape is an array `[num_samples, *shape]` that must not be changed (bfloat16 as float32);
-    str fields and the keys, "__key__", are arrays of Python str `[num_samples]`. Of bytes and of tensors whose
-    shape varies there are only `lengths`. Raises ConfigError for other names, CorruptShardError for damage.
-    """
-
-    def __init__(self, shard: MappedShard) -> None:
-        self._shard = shard
-        self._fields = {field.name: field for field in (*shard.schema.fields, _KEYS)}
-        self.num_samples = shard.num_samples
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        field, shard = self._field(name), self._shard
-        if field.shape is None and field.kind != "str":
-            raise ConfigError(
-                f"the length of {name!r} varies between samples, so it is no column: columns.lengths({name!r}) has the lengths"
-            )
-        shard.verify(*columns_of(shard, [name]))
-        if name == KEY_FIELD or field.kind == "str":
-            return np.array([*shard.values(field, 0, self.num_samples), None], object)[:-1]
-        values = np.asarray(shard.values(field, 0, self.num_samples))
-        if field.dtype == "bfloat16":
-            return (values["bfloat16"].astype(np.uint32) << 16).view(np.float32)
-        return values
-
-    def lengths(self, name: str) -> IntArray:
-        """The sizes of the first dimension of field `name`, of str and bytes the bytes: int64 `[num_samples]`.
-
-        Raises ConfigError for a field of numbers.
-        """
-        field, shard = self._field(name), self._shard
-        if not field.ndim and field.kind == "tensor":
-            raise ConfigError(f"{name!r} is one number in each sample, which has no length")
-        if field.shape is not None:
-            return np.full(self.num_samples, field.shape[0], np.int64)
-        column = f"{name}#shapes" if field.kind == "tensor" else f"{name}#offsets"
-        shard.verify(column)
-        found = shard.array(column)
-        return found[:, 0].copy() if field.kind == "tensor" else np.diff(found)
-
-    def _field(self, name: str) -> Field:
-        if name not in self._fields:
-            raise ConfigError(f"the samples have no field {name!r}: they have {sorted(self._fields)}")
-        return self._fields[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-    def __repr__(self) -> str:
-        return f"<ShardColumns {self.num_samples} samples, {sorted(self._fields)}>"
-
-
-def columns_of(shard: MappedShard, names: Iterable[str]) -> list[str]:
-    """The columns that hold the fields `names` in the file of `shard`."""
-    parts = (f"{name}{part}" for name in names for part in ("", "#offsets", "#shapes"))
-    return [column for column in parts if column in shard.columns]
+Condition = Callable[[ShardColumns], Any]
 
 
 class View:
@@ -116,7 +52,7 @@ class View:
         return sum(map(len, self._rows.values()))
 
     def counts(self, shard_ids: IntArray) -> IntArray:
-        """The number of rows selected in each shard, int64 `[n]`; -1 where the condition was not evaluated."""
+        """The number of rows selected in each shard, int64 `[n]`; -1 where no condition was evaluated."""
         counts = [-1 if (rows := self._rows.get(i)) is None else len(rows) for i in shard_ids.tolist()]
         return np.array(counts, np.int64)
 
@@ -137,9 +73,10 @@ class View:
             raise error
         found = self.apply(snapshot)
         if hash_of(found.rows) != expected:
+            selected = 0 if found.rows is None else len(found.rows)
             raise RankMismatchError(
-                f"where= selects {len(found.rows) if found.rows is not None else 0} samples on this rank, and on the first rank "
-                f"of the cache {snapshot.num_samples} or others: give all ranks the same condition, without randomness"
+                f"where= selects {selected} samples on this rank, and on the first rank of the cache "
+                f"{snapshot.num_samples} or others: give all ranks the same condition, without randomness"
             )
         return found
 
@@ -150,8 +87,8 @@ class View:
             rows = self._rows.get(shard_id)
             if rows is not None and _hash_rows(rows) != expected:
                 raise ConfigError(
-                    f"where= selects other samples of shard {shard_id} than when this epoch was drawn: give the same "
-                    "condition, or begin a new epoch"
+                    f"where= selects other samples of shard {shard_id} than when this epoch was drawn: "
+                    "give the same condition, or begin a new epoch"
                 )
 
     def _remember(
@@ -179,13 +116,14 @@ class View:
             raise
         except Exception as error:
             raise ConfigError(
-                f"where= failed on the {shard.num_samples} samples of {shard.path}: {type(error).__name__}: {error}; it gets "
-                "the columns of a shard (arrays), and returns which samples to take, such as columns['label'] == 3"
+                f"where= failed on the {shard.num_samples} samples of {shard.path}: "
+                f"{type(error).__name__}: {error}; it gets the columns of a shard (arrays), and returns "
+                "which samples to take, such as columns['label'] == 3"
             ) from error
         if mask.dtype != np.bool_ or mask.shape != (shard.num_samples,):
             raise ConfigError(
-                f"where= returned {mask.dtype} {list(mask.shape)} for a shard of {shard.num_samples} samples: return a mask, "
-                f"bool [{shard.num_samples}], such as columns['label'] == 3"
+                f"where= returned {mask.dtype} {list(mask.shape)} for a shard of {shard.num_samples} "
+                f"samples: return a mask, bool [{shard.num_samples}], such as columns['label'] == 3"
             )
         rows = np.flatnonzero(mask)
         if split is not None:

@@ -98,10 +98,11 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return found
 
     def lengths(self, field: str) -> IntArray:
-        """The length of `field` in each sample, int64 `[len(self)]`, for samplers: the size of its first dimension;
-        of str and bytes the number of bytes.
+        """The length of `field` in each sample, int64 `[len(self)]`, for samplers: the size of its first
+        dimension; of str and bytes the number of bytes.
 
-        Read from the shards' offsets, once for each shard. Raises ConfigError for another name and for numbers.
+        Read from the shards' offsets, once for each shard. Raises ConfigError for another name and for
+        numbers.
         """
         with self._exclusive():
             return self._open().maps.lengths_of(field)

@@ -72,8 +72,8 @@ class EpochSnapshot:
     def join(
         cls, payload: Payload, split: Split | None, view: View | None, maps: EpochMaps | None
     ) -> EpochSnapshot:
-        """The snapshot of `payload`, also leased by this process; it takes over from `maps`. Raises RankMismatchError
-        if the `view` selects other samples here.
+        """The snapshot of `payload`, also leased by this process; it takes over from `maps`. Raises
+        RankMismatchError if the `view` selects other samples here.
         """
         snapshot = Snapshot(
             payload["cache_id"],

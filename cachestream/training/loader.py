@@ -58,8 +58,9 @@ class EpochLoader:
         min_samples: the samples that must be cached before an epoch begins (None: a batch for each rank).
         turnover: the share of a full cache that an epoch leaves for the filling to replace.
         drop_last: whole batches only. Otherwise the remaining samples make one more, if each rank gets one.
-        device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda", "xpu", "mps"; pinned buffers
-            and a stream of its own, where it has them). Other ones than CUDA need torch 2.8.
+        device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda",
+            "xpu", "mps"; with pinned buffers and a stream of its own, where it has them). Other ones than
+            CUDA need torch 2.8.
         sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
         batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up
             to two threads at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch,
@@ -89,12 +90,12 @@ class EpochLoader:
             Rank 0 calls it, for all steps of an epoch, when the epoch is prepared: during the one before. An
             epoch has as many samples as without; a source with fewer than are drawn repeats. After every
             whole batch the samples of each source, over all ranks, differ from its share by less than 1.
-        where: a function of one shard's columns (`ShardColumns`) that returns a mask, bool `[num_samples]`: the
-            samples to draw from. It is called once for each shard, and its result remembered.
+        where: a function of one shard's columns (`ShardColumns`) that returns a mask, bool `[num_samples]`:
+            the samples to draw from. It is called once for each shard, and its result remembered.
         columns: the fields that batches hold, in this order; others are not read. None: all.
-        max_tokens: the budget of a batch, as `{field: tokens}`: the longest of its samples times their number,
-            which is at most `batch_size`. Samples of like length come together, an epoch is at most one pass,
-            and no batch is dropped for its size.
+        max_tokens: the budget of a batch, as `{field: tokens}`: the longest of its samples times their
+            number, which is at most `batch_size`. Samples of like length come together, an epoch is at most
+            one pass, and no batch is dropped for its size.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in

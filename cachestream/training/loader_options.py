@@ -135,8 +135,8 @@ def warn_without_weights(cache: Cache, options: LoaderOptions) -> None:
     trains = options.replay is None and (options.split is None or not options.split.held_out)
     if trains and options.weights is None and cache.eviction == "least-weight":
         logger.warning(
-            "%s evicts by weight, and this loader has no weights: shards that only it uses count as average ones; "
-            "give weights=True and call update_weights, or set cache.eviction to another policy",
+            "%s evicts by weight, and this loader has no weights: shards that only it uses count as average "
+            "ones; give weights=True and call update_weights, or set cache.eviction to another policy",
             cache.path,
         )
 

@@ -190,8 +190,8 @@ def _row(given: Any, what: str, names: Sequence[str] | None = None) -> Floats:
 
 
 def _read(snapshot: Snapshot, shard_id: int, start: int, stop: int, names: Sequence[str]) -> Numbers:
-    """The numbers of the sources of a shard's samples `start` to `stop` of the snapshot, int16 `[stop - start]`:
-    their keys begin with "NAME/" or "NAME.2/".
+    """The numbers of the sources of a shard's samples `start` to `stop` of the snapshot, int16
+    `[stop - start]`: their keys begin with "NAME/" or "NAME.2/".
     """
     found = np.full(stop - start, len(names), np.int16)
     try:

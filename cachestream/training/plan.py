@@ -259,8 +259,8 @@ class SegmentRecord:
     selected: IntArray | None = None
 
     def check_selection(self, split: Split | None, *, selects: bool) -> None:
-        """Raise ConfigError if the samples are not those of `split`, or if they are those of a condition and this
-        loader has none (`selects`), or the other way round.
+        """Raise ConfigError if the samples are not those of `split`, or if they are those of a condition and
+        this loader has none (`selects`), or the other way round.
         """
         if selects != (self.selected is not None):
             drawn, has = ("without", "has one") if selects else ("with", "has none")

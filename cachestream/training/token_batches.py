@@ -1,8 +1,9 @@
 """Batches of as many samples as fit a budget of tokens, of samples of like length, so that little is padding.
 
-A random order is divided into windows; each is sorted by length and cut into batches, greedily. A batch counts
-as it is padded, its longest sample times its samples, which is what fairseq's `max_tokens` limits (Ott et al.
-2019); sorting within windows is that of torchtext's `BucketIterator` and transformers' `LengthGroupedSampler`.
+A random order is divided into windows; each is sorted by length and cut into batches, greedily. A batch
+counts as it is padded, its longest sample times its samples, which is what fairseq's `max_tokens` limits (Ott
+et al. 2019); sorting within windows is that of torchtext's `BucketIterator` and transformers'
+`LengthGroupedSampler`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def check_max_tokens(max_tokens: object) -> None:
     """Raise ConfigError unless `max_tokens` maps one field to a budget."""
     if not isinstance(max_tokens, Mapping) or len(max_tokens) != 1:
         raise ConfigError(
-            f"max_tokens={max_tokens!r}: give the field with the tokens, and the most in a batch, padding included, "
-            "such as {'tokens': 8192}"
+            f"max_tokens={max_tokens!r}: give the field with the tokens, and the most in a batch, padding "
+            "included, such as {'tokens': 8192}"
         )
     check_count("max_tokens", next(iter(max_tokens.values())))
 
@@ -48,8 +49,8 @@ def token_batches(
     most = int(lengths.max(initial=0))
     if most > budget:
         raise ConfigError(
-            f"max_tokens={{{field!r}: {budget}}}: {int((lengths > budget).sum())} of {len(lengths)} samples are longer, up "
-            f"to {most} tokens: raise the budget, or leave them out with "
+            f"max_tokens={{{field!r}: {budget}}}: {int((lengths > budget).sum())} of {len(lengths)} samples "
+            f"are longer, up to {most} tokens: raise the budget, or leave them out with "
             f"where=lambda columns: columns.lengths({field!r}) <= {budget}"
         )
     order = np.arange(size, dtype=np.int64)
@@ -65,11 +66,11 @@ def token_batches(
 def group_by_length(
     lengths: IntArray, order: IntArray, budget: int, batch_size: int, window: int
 ) -> tuple[IntArray, IntArray]:
-    """Sort the samples of `order` (int64 `[n]`) by length within each `window` of them, longest first, and cut
-    them: return the samples, int64 `[n]`, and the ends of the batches, int64 `[batches + 1]`.
+    """Sort the samples of `order` (int64 `[n]`) by length within each `window` of them, longest first, and
+    cut them: return the samples, int64 `[n]`, and the ends of the batches, int64 `[batches + 1]`.
 
-    A batch has at most `batch_size` samples, and its longest one (of `lengths`) times them is at most `budget`,
-    unless it is one sample. No batch lies in two windows.
+    A batch has at most `batch_size` samples, and its longest one (of `lengths`) times them is at most
+    `budget`, unless it is one sample. No batch lies in two windows.
     """
     windows = np.arange(len(order)) // window
     indices = order[np.lexsort((-lengths[order], windows))]

@@ -159,8 +159,8 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
 
 
 def _read(snapshot: Snapshot, shard_id: int, start: int, stop: int) -> Hashes:
-    """The hashes of the keys of a shard's samples `start` to `stop` of the snapshot, uint64 `[stop - start]`; zeros
-    for a damaged shard, to be quarantined later.
+    """The hashes of the keys of a shard's samples `start` to `stop` of the snapshot, uint64 `[stop - start]`;
+    zeros for a damaged shard, to be quarantined later.
     """
     try:
         hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()

@@ -1,14 +1,17 @@
-"""A remote file as a seekable file object, for the libraries that read those: h5py and pyarrow."""
+"""A remote file as a seekable file object, for the libraries that read those."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, Final
 
 from cachestream.transport.backends import Span
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import map_errors
 from cachestream.transport.remote_object import RemoteObject, merge_spans
 from cachestream.transport.stream import join
 
@@ -82,3 +85,23 @@ class SeekableFile(io.RawIOBase):
 def _read_block(file: RemoteObject, size_bytes: int, number: int) -> memoryview:
     first = number * BLOCK_BYTES
     return file.read(first, min(first + BLOCK_BYTES, size_bytes))
+
+
+@contextmanager
+def open_file(
+    remote: Remote, path: str, where: str, buffer_bytes: int = 1 << 20
+) -> Iterator[io.BufferedReader]:
+    """Open the file at `path`, `where` in messages, as a file object; a request fetches `buffer_bytes`.
+
+    Reads have deadlines, resume, are counted and limited. An error in the block becomes a SampleError with
+    the file's name, or, where a read failed for that, SourceUnavailableError.
+    """
+    with map_errors(where, one_of_many=True, secrets=remote.secrets):
+        raw: Any = SeekableFile(RemoteObject(remote, path, where))
+        with io.BufferedReader(raw, buffer_bytes) as file:
+            try:
+                yield file
+            except Exception:
+                if raw.error is not None:  # libraries replace it by one of their own
+                    raise raw.error from None
+                raise

@@ -16,6 +16,7 @@ from cachestream.listing.file_list import FileList, Url
 from cachestream.sources.base import Problems, check_unit
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.user_code import fingerprint_of, guard_user_code
+from cachestream.transport.file_objects import open_file
 
 ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
 _CLIP_READ_BYTES: Final = 256 << 10  # of one request, where clips are drawn
@@ -97,7 +98,8 @@ class VideoSource:
             with guard_user_code(f"label({key!r})"):
                 label = {"label": self._label(key)}
         problems = Problems(where)
-        with self._files.open_file(unit, read_bytes) as file:
+        files = self._files
+        with open_file(files.remote, files.path(unit), files.where(unit), read_bytes) as file:
             decoder = _Decoder(file)
             for start in self._starts(decoder, where, rng):
                 try:

@@ -4,53 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from transformers import TrainingArguments
 
 from cachestream import ConfigError, EpochLoader, metrics
+from cachestream.integrations.accelerate import prepare_loader
+from cachestream.integrations.transformers import CacheCallback, CacheTrainer
 from cachestream.storage.locks import lock_file
 from tests.support.caches import add_shard, numbered, set_fill_state
 from tests.training.conftest import NewCache
 
 
-@pytest.fixture(scope="module")
-def hf() -> Any:
-    """Both frameworks, and our parts for them: loaded by who runs the tests, not by all who collect them."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DataLoaderConfiguration
-    from transformers import TrainingArguments
-
-    from cachestream.integrations.accelerate import prepare_loader
-    from cachestream.integrations.transformers import CacheCallback, CacheTrainer
-
-    return SimpleNamespace(
-        Accelerator=Accelerator,
-        CacheCallback=CacheCallback,
-        CacheTrainer=CacheTrainer,
-        DataLoaderConfiguration=DataLoaderConfiguration,
-        TrainingArguments=TrainingArguments,
-        prepare_loader=prepare_loader,
-        states=(AcceleratorState, GradientState, PartialState),
-    )
-
-
 @pytest.fixture(autouse=True)
-def _accelerate_begins_anew(hf: Any) -> Iterator[None]:
+def _accelerate_begins_anew() -> Iterator[None]:
     """It keeps what it knows in class attributes."""
     yield
-    for state in hf.states:
+    for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
-def test_prepare_leaves_a_loader_alone_with_its_length_and_its_epochs(hf: Any, new_cache: NewCache) -> None:
-    accelerator = hf.Accelerator(cpu=True)
+def test_prepare_leaves_a_loader_alone_with_its_length_and_its_epochs(new_cache: NewCache) -> None:
+    accelerator = Accelerator(cpu=True)
     with EpochLoader(new_cache(2, 8), 4) as loader:
         assert accelerator.prepare(loader) is loader
-        mine = hf.prepare_loader(accelerator, loader)
+        mine = prepare_loader(accelerator, loader)
         assert accelerator.prepare(mine) is mine
         for epoch in range(3):
             assert (len(mine), mine.epoch) == (4, epoch)
@@ -60,14 +43,13 @@ def test_prepare_leaves_a_loader_alone_with_its_length_and_its_epochs(hf: Any, n
 
 
 def test_gradients_are_taken_at_the_end_of_every_epoch_and_gather_leaves_nothing_out(
-    hf: Any,
     new_cache: NewCache,
 ) -> None:
-    accelerator = hf.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = torch.nn.Linear(5, 1)
     with EpochLoader(new_cache(2, 9), 4, drop_last=False) as loader:
         model, optimiser, batches = accelerator.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=1e-6), hf.prepare_loader(accelerator, loader)
+            model, torch.optim.SGD(model.parameters(), lr=1e-6), prepare_loader(accelerator, loader)
         )
         stepped, gathered = [], []
         for _ in range(2):
@@ -83,38 +65,37 @@ def test_gradients_are_taken_at_the_end_of_every_epoch_and_gather_leaves_nothing
 
 
 def test_a_state_saved_by_accelerate_goes_on_at_the_exact_next_batch(
-    hf: Any, new_cache: NewCache, tmp_path: Path
+    new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(3, 8)
-    accelerator = hf.Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     with EpochLoader(cache, 4) as loader:
-        mine = hf.prepare_loader(accelerator, loader)
+        mine = prepare_loader(accelerator, loader)
         steps = [batch["number"].tolist() for batch in mine]
         for number, batch in enumerate(mine):
             steps.append(batch["number"].tolist())
             if number == 2:
                 accelerator.save_state(str(tmp_path / "saved"))
-    again = hf.Accelerator(cpu=True)
+    again = Accelerator(cpu=True)
     with EpochLoader(cache, 4) as loader:
-        resumed = hf.prepare_loader(again, loader)
+        resumed = prepare_loader(again, loader)
         again.load_state(str(tmp_path / "saved"))
         assert [batch["number"].tolist() for batch in resumed] == steps[6 + 3 :]
         assert loader.epoch == 2
 
 
 def test_what_would_skip_or_split_batches_behind_the_loader_is_refused_in_a_sentence(
-    hf: Any,
     new_cache: NewCache,
 ) -> None:
-    accelerator = hf.Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     with EpochLoader(new_cache(2, 8), 4) as loader:
-        for batches in (loader, hf.prepare_loader(accelerator, loader)):
+        for batches in (loader, prepare_loader(accelerator, loader)):
             with pytest.raises(AttributeError, match=r"skip_first_batches\).* load_state_dict\(\) go on at"):
                 accelerator.skip_first_batches(batches, 2)
             assert not hasattr(batches, "sampler")
-        splitting = hf.Accelerator(cpu=True, dataloader_config=hf.DataLoaderConfiguration(split_batches=True))
+        splitting = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
         with pytest.raises(ConfigError, match="split_batches and dispatch_batches would have no effect"):
-            hf.prepare_loader(splitting, loader)
+            prepare_loader(splitting, loader)
 
 
 class Model(torch.nn.Module):
@@ -131,7 +112,7 @@ class Model(torch.nn.Module):
         return {"loss": self.layer(x).mean()}
 
 
-def arguments(hf: Any, folder: Path, **options: Any) -> Any:
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -142,17 +123,17 @@ def arguments(hf: Any, folder: Path, **options: Any) -> Any:
         "save_strategy": "no",
         "logging_strategy": "no",
     }
-    return hf.TrainingArguments(**settings | options)
+    return TrainingArguments(**settings | options)
 
 
 def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
-    hf: Any, new_cache: NewCache, tmp_path: Path
+    new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(2, 8)
     model = Model()
     with EpochLoader(cache, 4, epoch_size=24, prefetch=1) as loader:
-        trainer = hf.CacheTrainer(model, arguments(hf, tmp_path), train_loader=loader)
-        trainer.callback_handler.on_epoch_end = _then(
+        trainer = CacheTrainer(model, arguments(tmp_path), train_loader=loader)
+        trainer.callback_handler.on_epoch_end = _then(  # type: ignore[method-assign]
             trainer.callback_handler.on_epoch_end, lambda: add_shard(cache, numbered(1000, 8))
         )
         trainer.train()
@@ -164,7 +145,7 @@ def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
 
 
 def test_arguments_of_the_trainer_that_it_cannot_hear_are_refused(
-    hf: Any, new_cache: NewCache, tmp_path: Path
+    new_cache: NewCache, tmp_path: Path
 ) -> None:
     with EpochLoader(new_cache(2, 8), 4) as loader:
         for options, told in (
@@ -172,9 +153,9 @@ def test_arguments_of_the_trainer_that_it_cannot_hear_are_refused(
             ({"auto_find_batch_size": True}, "auto_find_batch_size would have no effect"),
         ):
             with pytest.raises(ConfigError, match=told):
-                hf.CacheTrainer(Model(), arguments(hf, tmp_path, **options), train_loader=loader)
+                CacheTrainer(Model(), arguments(tmp_path, **options), train_loader=loader)
         with pytest.raises(ConfigError, match="give one of them"):
-            hf.CacheTrainer(Model(), arguments(hf, tmp_path), train_loader=loader, train_dataset=[1])
+            CacheTrainer(Model(), arguments(tmp_path), train_loader=loader, train_dataset=[1])
 
 
 def _then(first: Any, second: Any) -> Any:
@@ -185,34 +166,32 @@ def _then(first: Any, second: Any) -> Any:
     return both
 
 
-def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(
-    hf: Any, new_cache: NewCache, tmp_path: Path
-) -> None:
+def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, tmp_path: Path) -> None:
     cache = new_cache(3, 8)
     whole, rest = Model(), Model()
-    saving = arguments(hf, tmp_path, save_strategy="steps", save_steps=8)
+    saving = arguments(tmp_path, save_strategy="steps", save_steps=8)
     with EpochLoader(cache, 4, epoch_size=24) as loader:
-        hf.CacheTrainer(whole, saving, train_loader=loader).train()
+        CacheTrainer(whole, saving, train_loader=loader).train()
     with EpochLoader(cache, 4, epoch_size=24) as loader:
-        trainer = hf.CacheTrainer(rest, arguments(hf, tmp_path), train_loader=loader)
+        trainer = CacheTrainer(rest, arguments(tmp_path), train_loader=loader)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
         assert trainer.state.global_step == 18
     assert len(whole.steps) == 18
     assert rest.steps == whole.steps[8:]
     (tmp_path / "checkpoint-8" / "cachestream.json").unlink()
     with EpochLoader(cache, 4, epoch_size=24) as loader:
-        trainer = hf.CacheTrainer(Model(), arguments(hf, tmp_path), train_loader=loader)
+        trainer = CacheTrainer(Model(), arguments(tmp_path), train_loader=loader)
         with pytest.raises(ConfigError, match="saved without cachestream's CacheCallback"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
 
 def test_the_trainer_warns_when_growing_epochs_have_no_fixed_size(
-    hf: Any, new_cache: NewCache, tmp_path: Path
+    new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4) as loader:
-        trainer = hf.CacheTrainer(Model(), arguments(hf, tmp_path, max_steps=2), train_loader=loader)
-        told = hf.CacheCallback(loader)
+        trainer = CacheTrainer(Model(), arguments(tmp_path, max_steps=2), train_loader=loader)
+        told = CacheCallback(loader)
         told.on_train_begin(trainer.args, trainer.state, trainer.control)  # complete: nothing to say
         set_fill_state(cache, "filling")
         lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=60)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cachestream.errors import SampleError
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import UNCHANGED
-from cachestream.sources.tf_example import FeatureFields, parse_example
+from cachestream.sources.decode.tf_example import FeatureFields, parse_example
 from cachestream.sources.tfrecord import TFRecordSource
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")

@@ -417,7 +417,7 @@ def test_the_users_own_errors_come_as_they_are(new_mix: NewMix) -> None:
     [{"sampler": torch.utils.data.RandomSampler}, {"weights": True}, {"locality": 100}, {"shuffle": False}],
 )
 def test_other_ways_to_draw_do_not_go_together_with_a_mixture(other: dict[str, Any], new_mix: NewMix) -> None:
-    with pytest.raises(ConfigError, match="mixture= and|and mixture=|mixture= is a way to shuffle"):
+    with pytest.raises(ConfigError, match=r"mixture= (and|do not|is a way to shuffle)"):
         EpochLoader(new_mix(a=8), 4, mixture=[1], **other)
 
 

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, NotEnoughSamplesError, RankMismatchError
-from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.storage.view import ShardColumns
+from cachestream.storage.shard import MappedShard, ShardColumns, shard_path
 from tests.support.caches import add_shard, numbered, numbers
 from tests.training.conftest import NewCache, NewJob
 

@@ -197,9 +197,9 @@ def decode_value(
 ) -> Any:
     """Decode `data` by `extension` (".jpg", …) to an array, str or bytes, or a dict of such fields.
 
-    `images` resizes and crops images; `encoding` is that of text and JSON. Extensions that are not built in may
-    have the decoder of a plug-in. Raises SampleError with `path` (already redacted) and the reason if the data
-    are malformed.
+    `images` resizes and crops images; `encoding` is that of text and JSON. Extensions that are not built in
+    may have the decoder of a plug-in. Raises SampleError with `path` (already redacted) and the reason if the
+    data are malformed.
     """
     name = kind_of(extension)
     if name == "data" and extension and (plugin := plugin_decoder(extension)) is not None:

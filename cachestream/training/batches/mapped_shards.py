@@ -21,14 +21,12 @@ import numpy.typing as npt
 
 from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot
-from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.storage.view import ShardColumns, columns_of
+from cachestream.storage.shard import KEYS, MappedShard, ShardColumns, columns_of, shard_path
 from cachestream.training.batches.memory import read_numbers
 
 if TYPE_CHECKING:
     from cachestream.training.plan import Plan, SampleOrder
 
-KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 Floats = npt.NDArray[np.float64]
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
@@ -125,10 +123,10 @@ class EpochMaps:
     """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
 
     `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
-    `picked` has the rows of the snapshot's split, for shards with samples of both splits, and `lengths` those of
-    fields, of all samples by field and shard. At most `max_open`
-    shards are mapped at a time (the kernel limits the maps of a process). `keepers` has a reference to each
-    map: who holds this array may use the addresses, also after all maps were dropped.
+    `picked` has the rows of the snapshot's split, for shards with samples of both splits, and `lengths` those
+    of fields, of all samples by field and shard. At most `max_open` shards are mapped at a time (the kernel
+    limits the maps of a process). `keepers` has a reference to each map: who holds this array may use the
+    addresses, also after all maps were dropped.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class EpochMaps:
         return shards, samples - self.starts[shards] if self._rows is None else self._rows[samples]
 
     def lengths_of(self, name: str) -> IntArray:
-        """The length of field `name` in each sample of the snapshot, int64 `[num_samples]`. Used by one thread."""
+        """The length of `name` in each sample of the snapshot, int64 `[num_samples]`. Used by one thread."""
         snapshot, known = self.snapshot, self.lengths.get(name, {})
         ids = snapshot.shard_ids.tolist()
         self.lengths[name] = found = {
@@ -323,8 +321,8 @@ def _item_bytes(field: Field) -> int:
 
 
 def _check_offsets(shard: MappedShard, names: Container[str]) -> None:
-    """Raise CorruptShardError unless all offsets of the fields `names` stay in their columns: they will be used as
-    addresses.
+    """Raise CorruptShardError unless all offsets of the fields `names` stay in their columns: they will be
+    used as addresses.
     """
     for field in (*shard.schema.fields, KEYS):
         if field.name not in names or f"{field.name}#offsets" not in shard.columns:
