@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
-# The tests wait for processes, servers and deadlines half of their time: three times as many at once as there are cores.
-WORKERS     ?= 6
+# The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
+WORKERS     ?= 4
 # Tests and benchmarks start thousands of processes, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 DEMO_ARGS   ?=

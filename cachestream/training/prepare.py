@@ -17,18 +17,14 @@ import xxhash
 from cachestream import tracing
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.permutation import mix_key
-from cachestream.storage.snapshots import sample_counts, weigh_shards
+from cachestream.storage.snapshots import sample_counts
 from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_skipped
-from cachestream.storage.view import row_hashes
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.drawing import Drawing
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
-from cachestream.training.plan import Plan, SegmentRecord, count_batches, rebuild, run_length, translate
-from cachestream.training.ranks import pack_numbers, unpack_numbers
+from cachestream.training.plan import Plan, SegmentRecord, count_batches, rebuild, translate
 from cachestream.training.rendezvous import Cancelled
-from cachestream.training.samplers import evaluate, join_selections
 from cachestream.training.segment import Segment
-from cachestream.training.token_batches import token_batches
-from cachestream.training.weights import draw
 
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
@@ -189,17 +185,17 @@ class Preparer:
     def _make_segment(self, request: Request, taken: EpochSnapshot, cancelled: Callable[[], bool]) -> Segment:
         options, ranks = self._options, self.ranks
         dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
-        if options.weights is not None:  # also where nothing is drawn: other ranks may have to draw
-            options.weights.exchange(ranks, self._rounds(request)[1], cancelled)
-        if options.mixture is not None:
-            size = taken.snapshot.num_samples if taken.record is None else rebuild(taken.record)[0].size
-            limit = self._remaining(request)
-            size = size if limit is None else min(size, limit)
-            batches = count_batches(size, options.batch_size, len(ranks.group), options.drop_last)
-            steps = range(request.first_step + request.done, request.first_step + request.done + batches)
-            round_name = self._rounds(request)[1]
-            options.mixture.agree(self._cache, request.epoch, steps, ranks, round_name, cancelled)
-        record = taken.record or self._draw(request, dataset, cancelled)
+        drawing = Drawing(
+            self._cache,
+            options,
+            ranks,
+            request,
+            self._remaining(request),
+            self._rounds(request)[1:],
+            cancelled,
+        )
+        drawing.settle(taken.snapshot, taken.record)
+        record = taken.record or drawing.draw(dataset)
         order, bounds = rebuild(record)
         missing = 0
         if request.records:
@@ -222,46 +218,6 @@ class Preparer:
             transform_key=mix_key(options.seed, request.epoch, ranks.rank),
             sources=None if options.mixture is None else options.mixture.sources_in(order, taken.snapshot),
         )
-
-    def _draw(self, request: Request, dataset: EpochDataset, cancelled: Callable[[], bool]) -> SegmentRecord:
-        """Draw the order of a new snapshot's samples: one list that all ranks of a cache split.
-
-        Raises the sampler's errors, ConfigError for unknown samples, and those of `StoreRanks.agree`.
-        """
-        options, ranks, snapshot = self._options, self.ranks, dataset.snapshot
-        _, lists, order = self._rounds(request)
-        key, limit = mix_key(options.seed, request.epoch, request.index), self._remaining(request)
-        size = snapshot.num_samples if limit is None else min(snapshot.num_samples, limit)
-        split = None if options.split is None else options.split.name
-        record = SegmentRecord(
-            *(snapshot.shard_ids, snapshot.counts, "shuffled", size, key),
-            split=split,
-            selected=row_hashes(snapshot),
-        )
-        if options.weights is not None or options.mixture is not None:
-            mine: Payload | None = None
-            if ranks.leads and (weights := options.weights) is not None:
-                mine = {"drawn": pack_numbers(draw(weights.of_snapshot(snapshot), size, key))}
-                weigh_shards(self._cache, weights.of_shards())
-            elif ranks.leads and (mixture := options.mixture) is not None:
-                batch = options.batch_size * len(ranks.group)
-                mine = {"drawn": pack_numbers(mixture.draw(snapshot, batch, size, key))}
-            listed = unpack_numbers(ranks.share(order, mine, cancelled)["drawn"])
-            return replace(record, kind="listed", drawn=len(listed), listed=listed)
-        if options.sampler is not None:
-            chosen = evaluate(options.sampler, dataset, request.epoch, key, limit, len(ranks.group))
-            if not chosen.shared and len(ranks.group) > 1:
-                chosen = join_selections(chosen, options.batch_size, ranks, lists, cancelled)
-            listed, bounds = chosen.indices, chosen.bounds
-            return replace(record, kind="listed", drawn=len(listed), listed=listed, bounds=bounds)
-        if options.max_tokens is not None:
-            field, budget = next(iter(options.max_tokens.items()))
-            chosen = token_batches(dataset, field, budget, options, size, key, len(ranks.group))
-            listed, bounds = chosen.indices, chosen.bounds
-            return replace(record, kind="listed", drawn=len(listed), listed=listed, bounds=bounds)
-        if options.locality is not None:
-            return replace(record, kind="local", local=(options.locality, run_length(snapshot.counts)))
-        return record if options.shuffle else replace(record, kind="sequential")
 
     def _plan(self, request: Request, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
         """The plan of this rank, and the epoch's batches, before the ranks agree on the smallest number."""
