@@ -123,8 +123,6 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 "tokens_per_s_ratio",
                 "tokens trained on, to streaming's",
                 target=1.0,
-                missed="Not explained yet. The trainer waits less and makes fewer steps, each of which takes longer beside the filling; "
-                "the machine was busy with other work, and the loaders trained one after the other.",
             ),
             Figure("ours_tokens_per_s", "`cs.stream`, training", "tokens/s"),
             Figure("theirs_tokens_per_s", "`datasets`, training", "tokens/s"),
