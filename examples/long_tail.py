@@ -55,7 +55,7 @@ def train(folder: str, eviction: str, seed: int) -> tuple[float, float]:
         weights=weights,
         batch_size=16,
         min_samples=100,
-        turnover=0.2,
+        turnover=0.06,  # twice that goes in an epoch: the rest must have room for what is rare
         num_workers=1,
         shard_size="35kB",  # two samples: a shard of many weighs as much as any other
         seed=seed,
