@@ -157,6 +157,20 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             for ragged in ("list", "padded", "nested")
         ),
     ),
+    "plugins": Benchmark(
+        "Plug-ins: Lance and video",
+        "200,000 rows of 512 bytes in a Lance dataset, beside pylance; four films of 60 s in H.264, clips of 8 frames, beside torchcodec. "
+        "From the page cache, in turns.",
+        (
+            Figure("lance_rows_per_s", "`LanceSource`", "rows/s"),
+            Figure("lance_to_scan", "of the speed of a scan into arrays", target=0.8),
+            Figure("lance_cached_rows_per_s", "`EpochLoader`, shuffled batches of 256", "rows/s"),
+            Figure("lance_cached_to_take", "times as fast as `take` of such batches", target=1),
+            Figure("video_clips_to_film", "four clips, times as fast as a decode of the film", target=2),
+            Figure("video_cached_clips_per_s", "`EpochLoader`, clips", "clips/s"),
+            Figure("video_cached_to_decoding", "times as fast as decoding them in each epoch", target=5),
+        ),
+    ),
     "select": Benchmark(
         "Selected samples and fields, batches by tokens",
         "60,000 samples with a picture of 4 KiB, a vector and a label: a tenth of them by `where=`, and all without the picture; "
