@@ -21,6 +21,7 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
+from tests.storage.support import disk_bytes
 from tests.worker.cluster.support import (
     Sample,
     Tables,
@@ -204,8 +205,7 @@ def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Pr
         with cs.start_worker(cache, source, num_workers=2, **OPTIONS) as worker:
             until_s = time.monotonic() + DEADLINE_S
             while cache.status().evicted_samples < 300 and time.monotonic() < until_s:
-                used = sum(path.stat().st_blocks for path in (tmp_path / "cache").rglob("*") if path.exists())
-                assert used * 512 <= 4_000_000
+                assert disk_bytes(cache.path) <= 4_000_000
             worker.stop(DEADLINE_S)
         assert cache.status().evicted_samples >= 300
 
