@@ -3,9 +3,8 @@
     python examples/mixture.py               (no network, seconds: both texts come with Python)
 
 "prose" is the language reference that `help()` shows, "code" is Python's own standard library, both in windows of 256
-bytes. The mixture begins with nine tenths of prose and ends with nine tenths of code. The worker fetches in the same
-proportions: prose first, then more and more code. The last lines compare the planned numbers of samples with those
-drawn, and say how well the model predicts the next byte of either.
+bytes. The mixture begins with nine tenths of prose and ends with nine tenths of code. The last lines compare the
+planned numbers of samples with those drawn, and say how well the model predicts the next byte of either.
 """
 
 import argparse
@@ -38,25 +37,14 @@ library = Path(sysconfig.get_paths()["stdlib"])
 prose = windows("\n".join(topics.values()))
 code = windows("\n".join(path.read_text("utf-8") for path in sorted(library.glob("asyncio/*.py"))))
 mixed = cs.mix({"prose": (prose, 1), "code": (code, 1)})
-source_of = np.array([mixed.locate(unit)[0] for unit in range(mixed.num_units or 0)])
 
 
-def weights(share: float) -> dict[str, float]:
-    """The weights after `share` of the training."""
-    return {"prose": 0.9 - 0.8 * min(share, 1), "code": 0.1 + 0.8 * min(share, 1)}
-
-
-def order(progress: float) -> Any:
-    """The weights by which the worker draws units, in the middle of a pass."""
-    now = list(weights(progress).values())
-    return np.array(now)[source_of]
-
-
-steps = args.epochs * (len(source_of) // args.batch_size)
+steps = args.epochs * ((len(prose) + len(code)) // args.batch_size)
 
 
 def mixture(step: int) -> dict[str, float]:
-    return weights(step / steps)
+    done = min(step / steps, 1)
+    return {"prose": 0.9 - 0.8 * done, "code": 0.1 + 0.8 * done}
 
 
 planned = {"prose": 0.0, "code": 0.0}
@@ -67,7 +55,7 @@ losses = {"prose": 0.0, "code": 0.0}
 with (
     tempfile.TemporaryDirectory() as folder,
     cs.Cache(f"{folder}/cache", size_limit="50MB", min_free=0) as cache,
-    cs.start_worker(cache, mixed, num_workers=1, order=order) as worker,
+    cs.start_worker(cache, mixed, num_workers=1) as worker,
 ):
     worker.wait(120)
     with cs.EpochLoader(cache, args.batch_size, mixture=mixture, with_keys=True) as loader:

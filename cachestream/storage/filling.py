@@ -53,7 +53,8 @@ class FillState:
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
     transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true
     while the supervisor has not decided whether another pass begins. `snapshots` counts all that were ever
-    taken. `failures` have the most frequent first.
+    taken. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none did. `failures`
+    have the most frequent first.
     """
 
     phase: str
@@ -75,6 +76,7 @@ class FillState:
     size_limit: int
     min_free: int
     catalogue_id: str | None
+    mixture: tuple[float, ...]
     failures: tuple[FailureRow, ...]
 
     @property
@@ -113,6 +115,7 @@ def fill_state(tables: Tables) -> FillState:
         size_limit=int(meta["size_limit"]),
         min_free=int(meta["min_free"]),
         catalogue_id=meta.get("catalogue_id"),
+        mixture=tuple(json.loads(meta.get("mixture", "[]"))),
         failures=tuple(tables.failures()),
     )
 
@@ -226,6 +229,15 @@ class Filling:
         with self._catalogue.transaction() as tables:
             return tables.vote(owner, votes)
 
+    def record_mixture(self, shares: Sequence[float]) -> None:
+        """Set `FillState.mixture`, if it differs."""
+        text = json.dumps([round(share, 3) for share in shares])
+        with self._catalogue.reading() as tables:
+            known = tables.meta("mixture")
+        if known != text:  # otherwise no commit: it would keep the snapshot from being reused
+            with self._catalogue.transaction() as tables:
+                tables.set_meta("mixture", text)
+
     # --- passes
 
     def adopt(self, source: str, labels: LabelNames, is_void: Callable[[FillState], bool]) -> FillState:
@@ -254,6 +266,18 @@ class Filling:
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))
             tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
+
+    def reorder(self, row: PassRow, plan: str, start: int) -> bool:
+        """Give the pass `row` the `plan`, which has other units from the position `start` on.
+
+        False, and nothing changes, if a position from there on is claimed, or if the pass is another one.
+        """
+        with self._catalogue.transaction() as tables:
+            (now,) = tables.passes()[-1:] or (None,)
+            if now is None or (now.id, now.plan) != (row.id, row.plan) or now.next_position > start:
+                return False
+            tables.extend_pass(row.id, plan, row.length)
+            return True
 
     def enter_earlier_pass(self, source: str, plan: str, length: int | None) -> int:
         """Return the id of the pass of a shard that is made again from `source`.

@@ -278,7 +278,7 @@ class Tables(ProgressTables, SplitTables):
         for table in ("passes", "claims", "suspects", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
         self.execute(
-            "DELETE FROM meta WHERE key IN ('schema', 'source', 'fill_state', 'fill_message', 'votes')"
+            "DELETE FROM meta WHERE key IN ('schema', 'source', 'fill_state', 'fill_message', 'votes', 'mixture')"
         )
 
     # --- schemas

@@ -289,7 +289,7 @@ class _Maker:
             weights = self._weights if plan.kind == "weighted" else None
             if plan.kind == "weighted" and weights is None:
                 raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
-            path = order_file(self._cache.directory, plan.ordinal)
+            path = order_file(self._cache.directory, plan)
             if plan.is_drawn and not os.path.exists(path):
                 raise _NotReproducibleError(f"what the {plan.kind} drew for its pass is not kept any more")
             drawn = np.load(path, mmap_mode="r") if plan.is_drawn else None

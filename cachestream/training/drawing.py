@@ -103,5 +103,6 @@ class Drawing:
             weigh_shards(self.cache, weights.of_shards())
             return drawn
         assert options.mixture is not None
+        self.cache.filling.record_mixture(options.mixture.shares)
         batch = options.batch_size * len(self.ranks.group)
         return options.mixture.draw(snapshot, batch, size, self._key)

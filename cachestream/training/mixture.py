@@ -70,6 +70,12 @@ class Mixture:
         self.names = tuple(answer["names"])
         self._weights = unpack_numbers(answer["weights"], "<f8").reshape(-1, len(self.names))
 
+    @property
+    def shares(self) -> list[float]:
+        """The share of each source in the steps of the segment, by its weights."""
+        shares: list[float] = (self._weights / self._weights.sum(axis=1, keepdims=True)).mean(axis=0).tolist()
+        return shares
+
     def draw(self, snapshot: Snapshot, batch: int, count: int, key: int) -> IntArray:
         """`count` samples in batches of `batch`, int64 `[count]`. Sources without a sample leave their share
         to others, with a warning. Raises NotEnoughSamplesError for a step at which nothing can be drawn.

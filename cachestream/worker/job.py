@@ -50,7 +50,8 @@ class Job:
     the source is `growing`. `label_names`: the names of the labels, if the source has any. `protocols`: the
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
     that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: the
-    part of a Ray cluster in the filling; None if it has none.
+    part of a Ray cluster in the filling; None if it has none. `mix`: the whole weights of the sources of a
+    `mix` that are to be fetched as loaders draw from them.
     """
 
     root: str
@@ -78,6 +79,7 @@ class Job:
     round_ends: tuple[int, ...] = ()
     trace: str = ""
     cluster: ClusterOptions | None = None
+    mix: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from cachestream.sources.base import (
     units_of,
     whole_units,
 )
+from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import PackTokens, apply_packing
 from cachestream.sources.user_code import fingerprint_of
 from cachestream.storage.layout import overhead_bytes
@@ -212,6 +213,9 @@ class WorkerOptions:
             trace=tracing.folder(),
             round_ends=source.round_ends if kind == "shuffle" and isinstance(source, DivisibleSource) else (),
             cluster=cluster,
+            mix=tuple(source.whole_weights)
+            if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
+            else (),
         )
 
     @property

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from cachestream.errors import ConfigError
 from cachestream.permutation import Permutation, mix_key
@@ -29,7 +30,7 @@ Offsets = Sequence[tuple[int, int]]  # ranges [start, stop) of offsets of sample
 
 PASS_KEY: Final = 1
 _WEIGHT_KEY: Final = 2
-_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
+_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum", "mixture")
 MOST_NODES: Final = 1_000_000
 END: Final = 1 << 62  # an offset past the last sample of any unit
 _PARTITION_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
@@ -137,12 +138,13 @@ class Segments:
 class PassPlan:
     """One pass over `num_units` units (None: endless), as recorded in the catalogue and in shards.
 
-    `kind`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
+    `kind`: "shuffle", "sequential", "weighted", "sampler", "curriculum" or "mixture".
     `listing`: the digest of the names of the units; under another listing the same positions mean other
     units.
     `length`: the number of positions (the units in the share of the node, or the number that a sampler
     draws).
-    `rule`: the fingerprint of the function of a curriculum.
+    `rule`: the fingerprint of the function of a curriculum; of a mixture, "START:SHARE,SHARE,…", the shares
+    of the sources from the position START on.
 
     `segments`: for a pass that began before all units were listed, the number of listed units each time the
     pass was extended; the last is `num_units`. The units of one segment come before those of the next.
@@ -209,6 +211,11 @@ class PassPlan:
         return self.growing and (is_complete or num_units - known > known // 8)
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """The shares of the sources of a mixture; empty for other orders."""
+        return tuple(map(float, self.rule.split(":")[1].split(","))) if self.kind == "mixture" else ()
+
+    @property
     def segment_ends(self) -> list[int]:
         """The positions at which the segments end."""
         partition = self.partition
@@ -217,19 +224,19 @@ class PassPlan:
     @property
     def is_permutation(self) -> bool:
         """True if each unit of the share comes exactly once."""
-        return self.kind in ("shuffle", "sequential", "curriculum")
+        return self.kind in ("shuffle", "sequential", "curriculum", "mixture")
 
     @property
     def is_drawn(self) -> bool:
-        """True if the units of a pass are drawn when it begins, and kept in a file."""
-        return self.kind in ("sampler", "curriculum")
+        """True if the units of a pass are drawn, and kept in a file."""
+        return self.kind in ("sampler", "curriculum", "mixture")
 
 
 class UnitOrder:
     """The units of one pass, by position; O(1) memory for the named orders.
 
     `weights` (float64 `[num_units]`): for the kind "weighted", which draws units with replacement.
-    `drawn` (int `[length]`): for the kinds "sampler" and "curriculum", the units in their order.
+    `drawn` (int `[length]`): for the kinds that are drawn, the units in their order.
     """
 
     def __init__(
@@ -300,9 +307,10 @@ def all_units(num_units: int, partition: Partition | None) -> IntArray:
     return partition.units(np.arange(partition.length(num_units)))
 
 
-def order_file(directory: Directory, ordinal: int) -> str:
+def order_file(directory: Directory, plan: PassPlan) -> str:
     """The path of the order that was drawn for a pass."""
-    return directory.worker_file(f"order-{ordinal}.npy")
+    version = "-" + xxhash.xxh3_64_hexdigest(plan.rule.encode()) if plan.kind == "mixture" else ""
+    return directory.worker_file(f"order-{plan.ordinal}{version}.npy")
 
 
 def is_whole(ranges: Offsets) -> bool:

@@ -6,7 +6,9 @@ runs of positions, and take over those of processes that died.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -18,7 +20,9 @@ import numpy as np
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.linux import move, open_private, remove
 from cachestream.listing.names import Names, StoredNames
+from cachestream.permutation import mix_key
 from cachestream.schema import WHOLE, IntArray
+from cachestream.sources.mix import Interleaving
 from cachestream.storage.filling import Assignment, Filling, FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
@@ -26,14 +30,17 @@ from cachestream.storage.progress import PassRow
 from cachestream.storage.reservations import Owner, disk_footprint
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
-from cachestream.worker.order import PassPlan, order_file
-from cachestream.worker.user_order import UserOrder
+from cachestream.worker.order import PassPlan, UnitOrder, order_file
+from cachestream.worker.user_order import UserOrder, draw_mixture
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
 MOST_POSITIONS: Final = 1024
 SHARES: Final = 16
+_FOLLOW: Final = 0.1  # of two mixtures: the share of the samples that come from another source
+
+logger = logging.getLogger("cachestream.worker")
 
 _UNIT_FAILURES: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
@@ -102,12 +109,35 @@ def begin_next(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = 
     return True
 
 
+def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
+    """Order the units that are still to be claimed anew, if loaders draw their sources in other shares."""
+    row, shares = state.last_pass, np.array(state.mixture)
+    if row is None or row.length is None or len(job.mix) != len(shares):
+        return
+    plan = PassPlan.from_json(row.plan)
+    known = plan.shares or np.array(job.mix) / sum(job.mix)
+    # What may be claimed meanwhile stays as it is.
+    start = row.next_position + job.num_workers * block_size(row.length, job.num_workers)
+    if start >= row.length or np.abs(known - shares).sum() / 2 <= _FOLLOW:
+        return
+    drawn = np.load(order_file(cache.directory, plan)) if plan.is_drawn else None
+    units = UnitOrder(plan, None, drawn).units(np.arange(row.length))
+    sources = Interleaving(job.mix).takers(units[start:])
+    units[start:] = draw_mixture(units[start:], sources, state.mixture, seed=mix_key(job.seed, start))
+    plan = replace(plan, kind="mixture", rule=f"{start}:{','.join(map(str, state.mixture))}")
+    _save_order(cache, plan, units)
+    if cache.filling.reorder(row, plan.to_json(), start):
+        logger.info("%d units are fetched as loaders draw: %s", row.length - start, plan.rule)
+
+
 def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool:
     """True if the `last` pass is the one that the job would begin with the plan `first`."""
     if last.growing and not job.growing:
         return False
-    if last.is_drawn and not os.path.exists(order_file(cache.directory, last.ordinal)):
+    if last.is_drawn and not os.path.exists(order_file(cache.directory, last)):
         return False
+    if last.kind == "mixture":
+        last = replace(last, kind="shuffle", rule="")
     if last.growing:
         # The pass keeps growing by the listing that it began with, complete by now or not.
         count = last.num_units or 0
@@ -164,22 +194,22 @@ def _insert_pass(cache: Cache, plan: PassPlan, order: UserOrder) -> None:
     if plan.is_drawn:
         drawn = order.draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))
-        _save_order(cache, plan.ordinal, drawn)
+        _save_order(cache, plan, drawn)
     # Earlier failures of units are forgotten: they would count once in each pass.
     cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _UNIT_FAILURES)
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
     """Remove the orders drawn for passes, except for those of the ordinals `kept`."""
-    names = {os.path.basename(order_file(directory, ordinal)) for ordinal in kept}
     for name in os.listdir(directory.worker):
-        if name.startswith("order-") and name not in names:
+        found = re.match(r"order-(\d+)", name)
+        if found is not None and int(found[1]) not in kept:
             remove(directory.worker_file(name))
 
 
-def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
+def _save_order(cache: Cache, plan: PassPlan, drawn: IntArray) -> None:
     """Write the order that was drawn, within the limit of the cache."""
-    path = order_file(cache.directory, ordinal)
+    path = order_file(cache.directory, plan)
     owner = Owner(cache.directory, f"order-{secrets.token_hex(6)}")
     try:
         size_bytes = disk_footprint(drawn.nbytes + 4096)

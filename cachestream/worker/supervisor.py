@@ -39,7 +39,7 @@ from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErro
 from cachestream.worker.job import Job, share, unpack
 from cachestream.worker.lister import Lister
 from cachestream.worker.listings import Listings
-from cachestream.worker.passes import begin_next, begin_or_resume
+from cachestream.worker.passes import begin_next, begin_or_resume, follow_mixture
 from cachestream.worker.processes import (
     detach_from_terminal,
     read_frame,
@@ -261,6 +261,8 @@ class Supervisor:
                 logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
         state = self._cache.filling.state()
+        if self._job.mix:
+            follow_mixture(self._cache, self._job, state)
         if self._record.write_anew(state.catalogue_id):
             self._resting = False
         self._history.append(

@@ -23,6 +23,8 @@ Weights = npt.NDArray[np.float64]
 NAMED: Final = ("shuffle", "sequential")  # they can begin before all units are known
 _OTHERS: Final = "weights, a function of progress, or a torch Sampler over units"
 _CURRICULUM_KEY: Final = 4
+_MIXTURE_KEY: Final = 6
+_NO_SHARE: Final = 1e-9
 STEPS: Final = 100
 _LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
 
@@ -151,6 +153,20 @@ def draw_curriculum(
         drawn[start:stop] = left[taken[np.argsort(keys[taken])]]
         left = left[np.sort(rest)]
     return drawn
+
+
+def draw_mixture(units: IntArray, sources: IntArray, shares: Sequence[float], *, seed: int) -> IntArray:
+    """All of `units`, of which any run has the `shares` of its `sources` as long as there are any of them.
+
+    The units of a source come in random order, and those of a source without a share come last.
+    """
+    rng = np.random.Generator(np.random.Philox(key=mix_key(_MIXTURE_KEY, seed)))
+    due = rng.permutation(len(units)) / max(1, len(units))
+    for number, share in enumerate(shares):
+        members = np.flatnonzero(sources == number)
+        turns = np.argsort(np.argsort(due[members])) + 0.5
+        due[members] = (turns + due[members] / 2) / max(share, _NO_SHARE)
+    return units[np.argsort(due)]
 
 
 def _unit_numbers(drawn: Iterable[Any]) -> Iterator[int]:

@@ -163,7 +163,7 @@ class KnownOrders:
         if order is None:
             drawn = None
             if plan.is_drawn:
-                drawn = np.load(order_file(self._cache.directory, plan.ordinal), mmap_mode="r")
+                drawn = np.load(order_file(self._cache.directory, plan), mmap_mode="r")
             weights = self._payload.weights if plan.kind == "weighted" else None
             order = self._orders[plan] = UnitOrder(plan, weights, drawn)
         return order
@@ -222,4 +222,4 @@ class KnownOrders:
 
     def _is_known(self, plan: PassPlan) -> bool:
         """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
-        return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
+        return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan))

@@ -1,0 +1,124 @@
+"""The filling follows what loaders draw from the sources of a mix, and still takes every unit once a pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.storage.reservations import Owner
+from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.worker.launch import WorkerOptions
+from cachestream.worker.order import PassPlan, UnitOrder, all_units, order_file, parse_partition
+from cachestream.worker.passes import begin_or_resume, follow_mixture, next_claim
+from cachestream.worker.user_order import UserOrder, draw_mixture
+from tests.worker.sources import Numbers
+from tests.worker.support import DEADLINE_S, supervisor_pid, wait_until
+
+MIX = {"a": (Numbers(150), 2), "b": (Numbers(50), 1), "c": (Numbers(90), 1)}
+UNITS = cs.mix(MIX).num_units or 0
+shares_of_three = st.lists(st.sampled_from([0.0, 0.1, 0.4, 1.0]), min_size=3, max_size=3).filter(any)
+
+
+@given(st.lists(st.integers(0, 3), max_size=200), shares_of_three, st.integers(0, 2**32))
+def test_any_run_of_units_has_the_shares_while_there_are_units(
+    sources: list[int], shares: list[float], seed: int
+) -> None:
+    units, given_sources = np.arange(len(sources)) + 7, np.array(sources, np.int64)
+    given_sources[given_sources == 3] = 0
+    drawn = draw_mixture(units, given_sources, shares, seed=seed)
+    assert sorted(drawn) == list(units)
+    assert list(drawn) == list(draw_mixture(units, given_sources, shares, seed=seed))
+    left, done = Counter(given_sources.tolist()), np.zeros(3)
+    weights = np.array(shares) / sum(shares)
+    for number, source in enumerate(given_sources[drawn - 7].tolist()):
+        if not all(left[i] for i in range(3) if weights[i]):
+            break  # a source has come to its end
+        assert abs(done - number * weights).max() < 3
+        assert weights[source]
+        left[source] -= 1
+        done[source] += 1
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.integers(1, 60) | shares_of_three, max_size=12), nodes=st.integers(1, 2))
+def test_every_unit_is_claimed_once_whatever_is_drawn_meanwhile(
+    cache: Cache, steps: list[int | list[float]], nodes: int
+) -> None:
+    cache.clear()
+    options = WorkerOptions(num_workers=2, partition=None if nodes == 1 else (1, nodes))
+    source = cs.mix(MIX)
+    job = options.job(cache, source)
+    begin_or_resume(cache, job, UserOrder(job))
+    orders: dict[str, UnitOrder] = {}  # as a process keeps them
+    claimed: list[int] = []
+
+    def claim(most: int) -> bool:
+        found = next_claim(cache.filling, owner.name, 2, most=most)
+        if found is None:
+            return False
+        plan = PassPlan.from_json(found.row.plan)
+        if found.row.plan not in orders:
+            drawn = np.load(order_file(cache.directory, plan)) if plan.is_drawn else None
+            orders[found.row.plan] = UnitOrder(plan, None, drawn)
+        positions = np.arange(found.claim.position, found.claim.stop)
+        claimed.extend(orders[found.row.plan].units(positions).tolist())
+        return True
+
+    with Owner(cache.directory, "sampler") as owner:
+        for step in steps:
+            if isinstance(step, int):
+                claim(step)
+                continue
+            cache.filling.record_mixture([share / sum(step) for share in step])
+            follow_mixture(cache, job, cache.filling.state())
+        while claim(10):
+            pass
+    share = parse_partition(options.partition)
+    assert sorted(claimed) == list(all_units(UNITS, share))
+
+
+def arrivals(cache: Cache) -> list[str]:
+    """The sources of the cached samples in order of arrival."""
+    with cache.catalogue.reading() as tables:
+        ids = sorted(tables.shard_ids())
+    shards = [MappedShard(shard_path(cache.path, shard_id)) for shard_id in ids]
+    return [key.partition("/")[0] for shard in shards for key in shard.keys()]  # noqa: SIM118  a method
+
+
+def test_a_worker_fetches_more_of_what_is_drawn_and_all_of_it_once_through_a_kill(cache: Cache) -> None:
+    slow = {name: (Numbers(200, pause_s=0.1, name=name), 1) for name in "ab"}
+    options = {"num_workers": 1, "shard_size": "20KB", "concurrency": 8}
+    with cs.start_worker(cache, cs.mix(slow), **options):  # type: ignore[arg-type]
+        wait_until(lambda: cache.num_samples >= 20, "some samples")
+        with cs.EpochLoader(cache, 20, mixture={"a": 1, "b": 9}) as loader:
+            next(iter(loader))
+        wait_until(lambda: cache.num_samples >= 250, "more")
+        os.kill(supervisor_pid(cache), signal.SIGKILL)
+    with cs.start_worker(cache, cs.mix(slow), **options) as worker:  # type: ignore[arg-type]
+        assert worker.wait(DEADLINE_S)
+        assert cache.status().pass_number == 1
+    found = arrivals(cache)
+    assert Counter(found) == {"a": 200, "b": 200}
+    row = cache.filling.state().last_pass
+    assert row is not None
+    start = int(PassPlan.from_json(row.plan).rule.partition(":")[0])
+    assert start < 300
+    assert abs(Counter(found[:start])["b"] - start / 2) < start / 10
+    assert abs(Counter(found[start : start + 100])["b"] - 90) <= 2
+
+
+def test_an_order_of_the_users_own_stays(cache: Cache) -> None:
+    slow = cs.mix({name: (Numbers(60, pause_s=0.02, name=name), 1) for name in "ab"})
+    with cs.start_worker(cache, slow, num_workers=1, order="sequential", shard_size="5KB") as worker:
+        wait_until(lambda: cache.num_samples >= 10, "some samples")
+        with cs.EpochLoader(cache, 5, mixture={"a": 1, "b": 9}) as loader:
+            next(iter(loader))
+        assert worker.wait(DEADLINE_S)
+    assert arrivals(cache) == ["a", "b"] * 60 or arrivals(cache) == ["b", "a"] * 60
