@@ -7,6 +7,7 @@ after every batch from the sum of its shares by at most 1 - 1 / (2 * sources - 2
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import reprlib
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import ConfigError, CorruptShardError, NotEnoughSamplesError
+from cachestream.errors import ConfigError, NotEnoughSamplesError
 from cachestream.permutation import mix_key
 from cachestream.schema import KEY_FIELD, IntArray, Snapshot
-from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.shard import MappedShard
 from cachestream.storage.telemetry import SourceStats
+from cachestream.storage.view import ShardValues
 from cachestream.training.plan import Plan
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 
@@ -48,7 +50,7 @@ class Mixture:
         self._weights: Floats = np.empty((0, 0))  # of the steps of a segment, or one row for all
         self._given = given
         self._by_epoch = callable(given) and _parameter(given) == "epoch"
-        self._of_shards: dict[int, Numbers] = {}
+        self._numbers: ShardValues | None = None  # of the sources of samples
         if not callable(given):
             _row(given, "mixture")
 
@@ -102,14 +104,10 @@ class Mixture:
 
     def _sources(self, snapshot: Snapshot) -> Numbers:
         """The number of the source of each sample, int16 `[num_samples]`; `len(names)` if it is unknown."""
-        known, self._of_shards = self._of_shards, {}
-        ends = np.cumsum(snapshot.counts)
-        columns = (snapshot.shard_ids, ends - snapshot.counts, ends)
-        for shard, start, stop in zip(*(column.tolist() for column in columns), strict=True):
-            found = known.get(shard)
-            found = _read(snapshot, shard, start, stop, self.names) if found is None else found
-            self._of_shards[shard] = found
-        return np.concatenate([np.empty(0, np.int16), *self._of_shards.values()])
+        if self._numbers is None:
+            read = functools.partial(_read, self.names)
+            self._numbers = ShardValues(read, np.int16(len(self.names)))
+        return self._numbers.of(snapshot)
 
 
 def apportion(weights: Floats, batch: int, count: int) -> Numbers:
@@ -195,23 +193,14 @@ def _row(given: Any, what: str, names: Sequence[str] | None = None) -> Floats:
     return row
 
 
-def _read(snapshot: Snapshot, shard_id: int, start: int, stop: int, names: Sequence[str]) -> Numbers:
-    """The numbers of the sources of a shard's samples `start` to `stop` of the snapshot, int16
-    `[stop - start]`: their keys begin with "NAME/" or "NAME.2/".
+def _read(names: Sequence[str], shard: MappedShard) -> Numbers:
+    """The numbers of the sources of a shard's samples, int16 `[num_samples]`: their keys begin with "NAME/"
+    or "NAME.2/".
     """
-    found = np.full(stop - start, len(names), np.int16)
-    try:
-        shard = MappedShard(shard_path(snapshot.root, shard_id))
-        shard.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
-        rows: IntArray | slice = slice(None)
-        if snapshot.rows is not None:
-            rows = snapshot.rows[start:stop]
-        elif snapshot.split is not None:
-            rows = snapshot.split.rows(shard.key_hashes())
-    except CorruptShardError:
-        return found  # to be quarantined later
+    found = np.full(shard.num_samples, len(names), np.int16)
+    shard.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
     text = np.append(shard.array(KEY_FIELD), np.zeros(64, np.uint8))
-    starts = shard.array(f"{KEY_FIELD}#offsets")[:-1][rows].astype(np.int64)
+    starts = shard.array(f"{KEY_FIELD}#offsets")[:-1].astype(np.int64)
     for number, name in enumerate(names):
         fits = np.isin(text[starts + len(name)], list(b"./"))
         for place, letter in enumerate(name.encode()):

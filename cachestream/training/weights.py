@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from cachestream.errors import ConfigError, CorruptShardError
+from cachestream.errors import ConfigError
 from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray, Snapshot
-from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.shard import MappedShard
+from cachestream.storage.view import ShardValues
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class KeyWeights:
         self._known: Weighted = np.empty(0, np.uint64), np.empty(0, np.float32)
         self._pending: list[Weighted] = []
         self._sent = 0
-        self._of_shards: dict[int, Hashes] = {}
+        self._hashes = ShardValues(MappedShard.key_hashes, np.uint64(0))
         if initial:
             self.update(list(initial), list(initial.values()))
 
@@ -85,22 +86,16 @@ class KeyWeights:
 
     def of_snapshot(self, snapshot: Snapshot) -> Floats:
         """The weight of each sample of `snapshot`, float64 `[num_samples]`. Used by one thread."""
-        known, self._of_shards = self._of_shards, {}
-        ends = np.cumsum(snapshot.counts)
-        columns = (snapshot.shard_ids, ends - snapshot.counts, ends)
-        for shard_id, start, stop in zip(*(column.tolist() for column in columns), strict=True):
-            found = known.get(shard_id)
-            self._of_shards[shard_id] = _read(snapshot, shard_id, start, stop) if found is None else found
-        return self.of(np.concatenate(list(self._of_shards.values())))
+        return self.of(self._hashes.of(snapshot))
 
     def of_shards(self) -> dict[int, float]:
         """The mean weight of each shard of the last snapshot that was drawn from. Used by the same thread."""
-        if not self._of_shards:
+        if not (of_shards := self._hashes.of_shards):
             return {}
-        hashes = list(self._of_shards.values())
+        hashes = list(of_shards.values())
         ends = np.cumsum([len(part) for part in hashes])[:-1]
         parts = np.split(self.of(np.concatenate(hashes)), ends)
-        shards = zip(self._of_shards, parts, strict=True)
+        shards = zip(of_shards, parts, strict=True)
         return {shard_id: float(part.mean()) for shard_id, part in shards if len(part)}
 
     # --- between ranks, and checkpoints
@@ -156,19 +151,6 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
     order = Permutation(count, mix_key(key, _SHUFFLE_KEY)).at(np.arange(count, dtype=np.int64))
     drawn: IntArray = chosen[order].astype(np.int64)
     return drawn
-
-
-def _read(snapshot: Snapshot, shard_id: int, start: int, stop: int) -> Hashes:
-    """The hashes of the keys of a shard's samples `start` to `stop` of the snapshot, uint64 `[stop - start]`;
-    zeros for a damaged shard, to be quarantined later.
-    """
-    try:
-        hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()
-    except CorruptShardError:
-        return np.zeros(stop - start, np.uint64)
-    if snapshot.rows is not None:
-        return hashes[snapshot.rows[start:stop]]
-    return hashes if snapshot.split is None else hashes[snapshot.split.rows(hashes)]
 
 
 def _bytes(key: str) -> bytes:
