@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.permutation import Permutation, mix_key
-from cachestream.schema import IntArray
 from cachestream.sources.base import Source, check_unit, listing_digest_of, units_of
 from cachestream.sources.user_code import digest_of
 
@@ -48,23 +47,6 @@ class Interleaving:
                 low, turn = middle, turn - before
         return low, turn
 
-    def takers(self, turns: IntArray) -> IntArray:
-        """Return the taker of each of `turns`, as `locate` does, int64 `[n]`."""
-        exact = turns.astype(np.int64 if self._sums[-1] * (turns.max(initial=0) + 1) < 1 << 62 else object)
-        found = np.empty(len(turns), np.int64)
-        parts = [(0, len(self), np.arange(len(turns)), exact)]
-        while parts:
-            low, high, places, turns = parts.pop()
-            if high - low < 2:
-                found[places] = low
-                continue
-            middle = (low + high) // 2
-            before = self._left(low, middle, high, turns)
-            goes_left = self._left(low, middle, high, turns + 1) > before
-            parts.append((low, middle, places[goes_left], before[goes_left]))
-            parts.append((middle, high, places[~goes_left], (turns - before)[~goes_left]))
-        return found
-
     def count(self, taker: int, turns: int) -> int:
         """Return the number of turns of `taker` among the first `turns`."""
         low, high = 0, len(self)
@@ -90,7 +72,7 @@ class Interleaving:
                 high = middle
         return high
 
-    def _left(self, low: int, middle: int, high: int, turns: Any) -> Any:
+    def _left(self, low: int, middle: int, high: int, turns: int) -> int:
         sums = self._sums
         return turns * (sums[middle] - sums[low]) // (sums[high] - sums[low])
 

@@ -122,7 +122,8 @@ def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
         return
     drawn = np.load(order_file(cache.directory, plan)) if plan.is_drawn else None
     units = UnitOrder(plan, None, drawn).units(np.arange(row.length))
-    sources = Interleaving(job.mix).takers(units[start:])
+    turns = Interleaving(job.mix)
+    sources = np.array([turns.locate(unit)[0] for unit in units[start:].tolist()])
     units[start:] = draw_mixture(units[start:], sources, state.mixture, seed=mix_key(job.seed, start))
     plan = replace(plan, kind="mixture", rule=f"{start}:{','.join(map(str, state.mixture))}")
     _save_order(cache, plan, units)

@@ -64,13 +64,6 @@ def test_whose_turn_it_is_agrees_with_how_many_they_had(
     assert made.locate(turns - 1) == (other, place)
 
 
-@given(WEIGHTS, st.lists(st.integers(0, 10**12), max_size=20))
-def test_the_takers_of_many_turns_are_those_of_each(weights: list[int], turns: list[int]) -> None:
-    made = Interleaving(weights)
-    found = made.takers(np.array(turns, np.int64))
-    assert found.tolist() == [made.locate(turn)[0] for turn in turns]
-
-
 def test_a_pass_holds_every_unit_of_every_source_and_the_shorter_ones_again() -> None:
     mixed = cs.mix([(numbers(30), 3), (numbers(4), 1)])
     assert mixed.num_units == 40
