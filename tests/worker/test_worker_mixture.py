@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -92,33 +93,42 @@ def arrivals(cache: Cache) -> list[str]:
     return [key.partition("/")[0] for shard in shards for key in shard.keys()]  # noqa: SIM118  a method
 
 
+def rule(cache: Cache) -> str:
+    """The rule of the pass: empty until the filling follows."""
+    row = cache.filling.state().last_pass
+    return "" if row is None else PassPlan.from_json(row.plan).rule
+
+
 def test_a_worker_fetches_more_of_what_is_drawn_and_all_of_it_once_through_a_kill(cache: Cache) -> None:
-    slow = {name: (Numbers(200, pause_s=0.1, name=name), 1) for name in "ab"}
-    options = {"num_workers": 1, "shard_size": "20KB", "concurrency": 8}
-    with cs.start_worker(cache, cs.mix(slow), **options):  # type: ignore[arg-type]
-        wait_until(lambda: cache.num_samples >= 20, "some samples")
+    cache.size_limit = "4MB"  # to be raised: so the worker waits for the loader
+    mixed = cs.mix({name: (Numbers(200, nbytes=20_000, name=name), 1) for name in "ab"})
+    options: dict[str, Any] = {"num_workers": 1, "shard_size": "200KB", "concurrency": 1, "when_full": "wait"}
+    with cs.start_worker(cache, mixed, **options):
+        wait_until(lambda: cache.fill_state() == "full", "it is full")
         with cs.EpochLoader(cache, 20, mixture={"a": 1, "b": 9}) as loader:
             next(iter(loader))
-        wait_until(lambda: cache.num_samples >= 250, "more")
+        wait_until(lambda: rule(cache), "the rest is ordered anew")
+        cache.size_limit = "7MB"
+        wait_until(lambda: cache.fill_state() == "full", "it is full again")
         os.kill(supervisor_pid(cache), signal.SIGKILL)
-    with cs.start_worker(cache, cs.mix(slow), **options) as worker:  # type: ignore[arg-type]
+    cache.size_limit = "50MB"
+    with cs.start_worker(cache, mixed, **options) as worker:
         assert worker.wait(DEADLINE_S)
         assert cache.status().pass_number == 1
-    found = arrivals(cache)
+    found, start = arrivals(cache), int(rule(cache).partition(":")[0])
     assert Counter(found) == {"a": 200, "b": 200}
-    row = cache.filling.state().last_pass
-    assert row is not None
-    start = int(PassPlan.from_json(row.plan).rule.partition(":")[0])
     assert start < 300
     assert abs(Counter(found[:start])["b"] - start / 2) < start / 10
     assert abs(Counter(found[start : start + 100])["b"] - 90) <= 2
 
 
 def test_an_order_of_the_users_own_stays(cache: Cache) -> None:
-    slow = cs.mix({name: (Numbers(60, pause_s=0.02, name=name), 1) for name in "ab"})
-    with cs.start_worker(cache, slow, num_workers=1, order="sequential", shard_size="5KB") as worker:
-        wait_until(lambda: cache.num_samples >= 10, "some samples")
-        with cs.EpochLoader(cache, 5, mixture={"a": 1, "b": 9}) as loader:
+    cache.size_limit = "4MB"
+    mixed = cs.mix({name: (Numbers(200, nbytes=20_000, name=name), 1) for name in "ab"})
+    with cs.start_worker(cache, mixed, num_workers=1, order="sequential", when_full="wait"):
+        wait_until(lambda: cache.fill_state() == "full", "it is full")
+        with cs.EpochLoader(cache, 20, mixture={"a": 1, "b": 9}) as loader:
             next(iter(loader))
-        assert worker.wait(DEADLINE_S)
-    assert arrivals(cache) == ["a", "b"] * 60 or arrivals(cache) == ["b", "a"] * 60
+        cache.size_limit = "50MB"
+        wait_until(lambda: cache.fill_state() == "complete", "it is complete")
+    assert "".join(arrivals(cache)) in ("ab" * 200, "ba" * 200)
