@@ -102,7 +102,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         dimension; of str and bytes the number of bytes.
 
         Read from the shards' offsets, once for each shard. Raises ConfigError for another name and for
-        numbers.
+        numbers, CorruptShardError for damaged offsets.
         """
         with self._exclusive():
             return self._open().maps.lengths_of(field)

@@ -169,7 +169,11 @@ class EpochSnapshots:
             with ExitStack() as undo:
                 taken = self._take_once(request, epoch_size, group)
                 undo.callback(taken.lease.release)
-                if not (damaged := _open(taken.maps, until_s, cancelled)):
+                damaged = _open(taken.maps, until_s, cancelled)
+                if taken.record is None:
+                    for field in self._options.max_tokens or ():  # else drawing fails, in each epoch anew
+                        damaged += taken.maps.read_lengths(field)[1]
+                if not damaged:
                     undo.pop_all()
                     return taken
             for position, error in damaged:

@@ -66,6 +66,23 @@ def test_recorded_epochs_come_again_batch_for_batch_after_the_cache_has_grown(
         assert [head, *epochs(loader, 1)[0]] == trained[1]
 
 
+def test_the_rest_of_an_epoch_whose_manifest_is_gone_is_refused_and_holds_no_shards(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache, folder = new_cache(3, 9), tmp_path / "manifests"
+    with EpochLoader(cache, 4, record=folder) as loader:
+        epochs(loader, 2)
+    with EpochLoader(cache, 4, replay=folder) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    (folder / "epoch-000000.json").unlink()
+    with EpochLoader(cache, 4, replay=folder) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(EpochError, match="epoch 0 is not recorded") as refused:
+            next(iter(loader))
+        assert cache.status().leases == 0, refused  # which refers to all that failed
+
+
 def test_a_replay_finds_its_shards_by_content_in_another_cache(new_cache: NewCache, tmp_path: Path) -> None:
     cache = new_cache(3, 9)
     with EpochLoader(cache, 4, record=tmp_path / "run") as loader:

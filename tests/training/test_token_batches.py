@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import Cache, ConfigError, EpochLoader
+from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training.token_batches import group_by_length, shuffle_batches
 from tests.training.conftest import NewJob
 from tests.training.test_select import CacheOf
@@ -121,6 +122,24 @@ def test_ranks_make_the_same_steps_with_batches_of_like_length(
     for step in zip(*(batches for _, batches in results), strict=True):
         longest = [max(LENGTHS[n] for n in batch) for batch in step]
         assert max(longest) - min(longest) <= 25  # a few neighbours in a sorted window
+
+
+def test_a_shard_whose_lengths_are_damaged_is_quarantined(cache: Cache, new_job: NewJob) -> None:
+    shard = MappedShard(path := shard_path(cache.path, 2))
+    with open(path, "r+b") as file:
+        file.seek(shard.columns["t#shapes"].offset)
+        file.write(b"\x01")
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> list[list[int]]:
+        # Only drawing reads the lengths.
+        return drawn(make(cache, 16, max_tokens={"t": 120}, columns=["n"]))
+
+    ranks: list[list[list[int]]] = new_job(2).run(work)
+    assert len(ranks[0]) == len(ranks[1])
+    samples = [n for batches in ranks for batch in batches for n in batch]
+    assert len(samples) == len(set(samples)) > 120 - 2 * 16
+    assert not set(samples) & set(range(60, 140))
+    assert (cache.num_shards, cache.status().quarantined) == (2, 1)
 
 
 def test_an_epoch_size_is_the_most_that_is_drawn(cache: Cache) -> None:

@@ -182,19 +182,31 @@ class EpochMaps:
 
     def lengths_of(self, name: str) -> IntArray:
         """The length of `name` in each sample of the snapshot, int64 `[num_samples]`. Used by one thread."""
-        snapshot, known = self.snapshot, self.lengths.get(name, {})
-        ids = snapshot.shard_ids.tolist()
-        self.lengths[name] = found = {
-            shard_id: known[shard_id]
-            if shard_id in known
-            else ShardColumns(MappedShard(shard_path(snapshot.root, shard_id))).lengths(name).astype(np.int32)
-            for shard_id in ids
-        }
-        sizes = np.array([len(found[shard_id]) for shard_id in ids], np.int64)
-        whole = np.concatenate([np.empty(0, np.int64), *found.values()])
+        found, damaged = self.read_lengths(name)
+        for _, error in damaged:
+            raise error
+        whole = np.concatenate([np.empty(0, np.int64), *found])
         if self._rows is None:
             return whole
-        return whole[self._rows + np.repeat(np.cumsum(sizes) - sizes, snapshot.counts)]
+        sizes = np.array(list(map(len, found)), np.int64)
+        return whole[self._rows + np.repeat(np.cumsum(sizes) - sizes, self.snapshot.counts)]
+
+    def read_lengths(
+        self, name: str
+    ) -> tuple[list[npt.NDArray[np.int32]], list[tuple[int, CorruptShardError]]]:
+        """The lengths of `name` in the samples of each sound shard, and the damaged (position, error)."""
+        known, found = self.lengths.get(name, {}), dict[int, npt.NDArray[np.int32]]()
+        damaged: list[tuple[int, CorruptShardError]] = []
+        for position, shard_id in enumerate(self.snapshot.shard_ids.tolist()):
+            try:
+                if (lengths := known.get(shard_id)) is None:
+                    columns = ShardColumns(MappedShard(shard_path(self.snapshot.root, shard_id)))
+                    lengths = columns.lengths(name).astype(np.int32)
+                found[shard_id] = lengths
+            except CorruptShardError as error:
+                damaged.append((position, error))
+        self.lengths[name] = found
+        return list(found.values()), damaged
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
