@@ -44,7 +44,8 @@ class Reuse:
         """Add a draw of the `share` of `snapshot` (above 1 if samples come several times)."""
         if share <= 0:
             return
-        ids = np.union1d(self._ids, snapshot.shard_ids)
+        first = self._ids is _NONE  # np.union1d would load numpy.ma, 8 ms before the first batch
+        ids = np.sort(snapshot.shard_ids) if first else np.union1d(self._ids, snapshot.shard_ids)
         unseen = np.ones(len(ids))
         unseen[np.searchsorted(ids, self._ids)] = self._unseen
         drawn = np.searchsorted(ids, snapshot.shard_ids)
