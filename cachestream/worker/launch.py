@@ -37,6 +37,7 @@ from cachestream.sources.base import (
     units_of,
     whole_units,
 )
+from cachestream.sources.plugins import plugin_decoders
 from cachestream.sources.token_windows import PackTokens, apply_packing
 from cachestream.sources.user_code import fingerprint_of
 from cachestream.storage.layout import overhead_bytes
@@ -145,6 +146,7 @@ class WorkerOptions:
             replicas=self.replicas,
             exchange=float(self.exchange),
             transform=transform_fingerprint(self.transform),
+            decoders=plugin_decoders(),
         )
 
     def job(self, cache: Cache, source: Source) -> Job:
