@@ -193,7 +193,7 @@ class Segment:
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
         for cache_id, (record, ranks) in self.caches.items():
             bounds = None if record.bounds is None else rebuild(record)[1]  # of that cache's own batches
-            plan = replace(self.plan, ranks=ranks, bounds=bounds)
+            plan = replace(self.plan, num_samples=record.drawn, ranks=ranks, bounds=bounds)
             left.setdefault(cache_id, record.cut(plan.position(batches)))
         drawn = self.drawn_after(batches)
         return Request(0, request.epoch, request.index, done, drawn, None, left, request.first_step)
