@@ -28,6 +28,7 @@ from cachestream.config import (
     parse_size,
 )
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
+from cachestream.sources import plugins
 from cachestream.sources.base import (
     DivisibleSource,
     LabelledSource,
@@ -37,7 +38,6 @@ from cachestream.sources.base import (
     units_of,
     whole_units,
 )
-from cachestream.sources.plugins import plugin_decoders
 from cachestream.sources.token_windows import PackTokens, apply_packing
 from cachestream.sources.user_code import fingerprint_of
 from cachestream.storage.layout import overhead_bytes
@@ -146,7 +146,7 @@ class WorkerOptions:
             replicas=self.replicas,
             exchange=float(self.exchange),
             transform=transform_fingerprint(self.transform),
-            decoders=plugin_decoders(),
+            decoders=plugins.plugin_decoders(),
         )
 
     def job(self, cache: Cache, source: Source) -> Job:
