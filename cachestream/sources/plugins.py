@@ -10,7 +10,7 @@ Names are looked up once in a process, for what is not built in; a plug-in is im
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -44,6 +44,17 @@ def plugin_ending(name: str) -> str | None:
     return max(endings, key=len, default=None)
 
 
+def plugin_decoders() -> tuple[str, ...]:
+    """Return the endings that plug-ins decode."""
+    return tuple(sorted(_installed(DECODERS)))
+
+
+def expect_decoders(extensions: Iterable[str]) -> None:
+    """Make files with one of `extensions` an error here, and not bytes, unless their plug-in is installed."""
+    for extension in extensions:
+        _installed(DECODERS).setdefault(extension, [])
+
+
 def plugin_decoder(extension: str) -> Callable[[bytes], Any] | None:
     """Return a plug-in's decoder for files with `extension` (".flac"), or None. Raises as `load_plugin`."""
     return load_plugin(DECODERS, extension) if extension in _installed(DECODERS) else None
@@ -54,11 +65,16 @@ def plugin_decoder(extension: str) -> Callable[[bytes], Any] | None:
 def load_plugin(group: str, name: str) -> Callable[..., Any]:
     """Import and return the object of the entry point `name`.
 
-    Raises ConfigError with the package if that fails, and for a name of several packages.
+    Raises ConfigError with the package if that fails, and for a name of several packages or of none.
     """
-    point, *others = _installed(group)[name]
+    points = _installed(group)[name]
+    if not points:
+        raise ConfigError(
+            f"{name!r} in {group!r} is of a package that this node lacks: install it on all nodes of the cluster"
+        )
+    point, *others = points
     if others:
-        packages = ", ".join(_package(one) for one in (point, *others))
+        packages = ", ".join(map(_package, points))
         raise ConfigError(f"{name!r} in {group!r} is of several packages ({packages}): uninstall all but one")
     what = f"{_package(point)}: its plug-in {name!r} in {group!r} ({point.value})"
     try:

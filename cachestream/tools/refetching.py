@@ -265,7 +265,10 @@ class _Maker:
         if not {"source", "plan", "length", "spans"} <= fill.keys():
             raise _NotReproducibleError("it does not say where its samples came from")
         if fill["source"] != source.fingerprint:
-            raise ConfigError(f"the epoch was trained on {fill['source']}, not on {source.fingerprint}")
+            raise ConfigError(
+                f"the epoch was trained on {fill['source']}, not on {source.fingerprint}: "
+                "give that source, and as the transform its pack_tokens() if it was packed"
+            )
         plan = PassPlan.from_json(fill["plan"])
         if not self.has_same_units(plan):
             raise _NotReproducibleError("the remote lists other files than when it was sampled")

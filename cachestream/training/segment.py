@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import ConfigError
-from cachestream.training.plan import SegmentRecord
+from cachestream.training.plan import SegmentRecord, rebuild
 
 if TYPE_CHECKING:
     from cachestream.schema import Snapshot
@@ -192,7 +192,9 @@ class Segment:
             return Request(0, request.epoch + 1, first_step=self.end_step)
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
         for cache_id, (record, ranks) in self.caches.items():
-            left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
+            bounds = None if record.bounds is None else rebuild(record)[1]  # of that cache's own batches
+            plan = replace(self.plan, num_samples=record.drawn, ranks=ranks, bounds=bounds)
+            left.setdefault(cache_id, record.cut(plan.position(batches)))
         drawn = self.drawn_after(batches)
         return Request(0, request.epoch, request.index, done, drawn, None, left, request.first_step)
 

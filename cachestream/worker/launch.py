@@ -28,6 +28,7 @@ from cachestream.config import (
     parse_size,
 )
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
+from cachestream.sources import plugins
 from cachestream.sources.base import (
     DivisibleSource,
     LabelledSource,
@@ -146,6 +147,7 @@ class WorkerOptions:
             replicas=self.replicas,
             exchange=float(self.exchange),
             transform=transform_fingerprint(self.transform),
+            decoders=plugins.plugin_decoders(),
         )
 
     def job(self, cache: Cache, source: Source) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import subprocess
 import sys
@@ -13,57 +14,19 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream.sources import plugins
 from cachestream.testing.checks import cached_keys
+from tests.support.plugins import forget_plugins, lay_package, lay_site
 
 Install = Callable[..., None]
-MODULE = """
-import numpy as np
-class PairSource:
-    num_units = 2
-    def __init__(self, urls, *, times=1):
-        self.fingerprint, self.times = f"pairs:{urls}", times
-    def read(self, unit, rng):
-        yield str(unit), {"x": np.full(2, unit * self.times)}
-def decode(data):
-    return np.frombuffer(data, np.uint8) * 2
-def halves(data):
-    return {"left": data[:1], "right": data[1:]}
-def damaged(data):
-    raise ValueError("no header")
-number = 3
-"""
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """A function that installs a package `name` with these entry points, as pip lays it, for this test."""
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "pairs_plugin.py").write_text(MODULE, encoding="utf-8")
-
-    def install(
-        name: str, *, sources: dict[str, str] | None = None, decoders: dict[str, str] | None = None
-    ) -> None:
-        info = site / f"{name.replace('-', '_')}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n", encoding="utf-8"
-        )
-        groups = {"cachestream.sources": sources or {}, "cachestream.decoders": decoders or {}}
-        lines = []
-        for group, points in groups.items():
-            lines += [f"[{group}]", *(f"{point} = {value}" for point, value in points.items())]
-        (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
-        forget()
-
-    def forget() -> None:
-        plugins._installed.cache_clear()
-        plugins.load_plugin.cache_clear()
-
+    """A function that installs a package `name` with these entry points for this test."""
+    site = lay_site(tmp_path / "site")
     monkeypatch.syspath_prepend(str(site))
-    yield install
-    forget()
+    yield functools.partial(lay_package, site)
+    forget_plugins()
 
 
 PAIRS = {"pairs": "pairs_plugin:PairSource", ".pair": "pairs_plugin:PairSource"}

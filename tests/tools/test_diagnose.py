@@ -248,6 +248,20 @@ def test_a_transform_that_is_slow_is_found() -> None:
     assert found.stages.alone.cpu_s["transform"] >= found.stages.alone.num_samples * 0.1
 
 
+def test_packing_of_tokens_is_measured_and_a_wrong_field_is_told() -> None:
+    texts = [{"text": "x" * 70}] * 100
+    found = look(texts, cs.pack_tokens(29, "text", tokenizer=lambda text: list(text.encode())))
+    stages = found.stages
+    assert stages.alone.num_samples >= 2, "of each text two windows, and a rest that is dropped"
+    assert stages.alone.cpu_s["decode"] > 0
+    assert stages.written is not None
+    assert stages.delivered is not None
+    assert not found.notes
+    assert not found.skipped
+    with pytest.raises(SourceError, match=r"no field 'tokens' to pack, but 'text': give pack_tokens\(field="):
+        look(texts, cs.pack_tokens(29))
+
+
 def test_bytes_fetched_in_a_thread_pool_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(3_000_000))
     source = FetchedElsewhere(tmp_path / "a.bin")

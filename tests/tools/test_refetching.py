@@ -92,6 +92,28 @@ def test_evicted_shards_come_back_byte_for_byte_and_the_epochs_with_them(
         assert refetch(tmp_path / "run", cache, source).brought == 0
 
 
+def test_windows_of_tokens_that_are_damaged_or_evicted_come_back(tmp_path: Path) -> None:
+    source, packing = Named(units=20, samples=5, nbytes=200), cs.pack_tokens(49, "x", eos=256)
+    with filled(tmp_path / "cache", source, packing, shard_size="16KB") as cache:
+        before = digests(cache)
+        batches = trained(cache, record=tmp_path / "run")
+        damaged = min(Path(cache.path, "shards").iterdir())
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+        cache.verify(repair=True)
+        assert len(digests(cache)) == len(before) - 1
+        cache.evict(cache.size_bytes - 60_000)
+        for other in (None, cs.pack_tokens(29, "x", eos=256)):
+            with pytest.raises(
+                cs.ConfigError, match=r"was trained on .*packed:49.*, not on .* its pack_tokens"
+            ):
+                refetch(tmp_path / "run", cache, source, transform=other)
+        report = refetch(tmp_path / "run", cache, source, transform=packing)
+        assert report.ok, report.failed
+        assert 1 < report.brought < len(before)
+        assert digests(cache) == before
+        assert trained(cache, replay=tmp_path / "run") == batches
+
+
 class Drawn:
     """A sampler over units."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from cachestream import EpochLoader, NotEnoughSamplesError, RankMismatchError
 from tests.support.caches import add_shard, numbered, set_fill_state
@@ -135,25 +136,30 @@ def test_a_job_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: 
         assert sorted(n for part in [h[0] for h in heads] + tails for n in part) == list(range(48))
 
 
+@pytest.mark.parametrize("made_by", [0, 2])
+@pytest.mark.parametrize(
+    "sampler", [None, lambda data: BatchSampler(SequentialSampler(data), 3, drop_last=False)]
+)
 def test_a_checkpoint_of_one_rank_resumes_ranks_of_other_caches_too(
-    new_cache: NewCache, new_job: NewJob
+    sampler: Any, made_by: int, new_cache: NewCache, new_job: NewJob
 ) -> None:
-    caches = [new_cache(2, 10), new_cache(2, 10, 1000)]
+    large = new_cache(4, 10, 1000)
+    caches = [new_cache(2, 10), large, large]
 
     def head(rank: int, make: Callable[..., EpochLoader]) -> tuple[dict[str, Any], list[list[int]]]:
-        batches = iter(loader := make(caches[rank], 2))
-        for _ in range(3):
+        batches = iter(loader := make(caches[rank], 2, sampler=sampler))
+        for _ in range(6 if sampler is None else 4):
             next(batches)
         return loader.state_dict(), [batch["number"].tolist() for batch in batches]
 
-    heads = new_job(2).run(head)
+    heads = new_job(3).run(head)
 
     def tail(rank: int, make: Callable[..., EpochLoader]) -> list[list[int]]:
-        loader = make(caches[rank], 2)
-        loader.load_state_dict(heads[0][0])
+        loader = make(caches[rank], 2, sampler=sampler)
+        loader.load_state_dict(heads[made_by][0])
         return [batch["number"].tolist() for batch in loader]
 
-    assert new_job(2).run(tail) == [rest for _, rest in heads]
+    assert new_job(3).run(tail) == [rest for _, rest in heads]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])

@@ -27,7 +27,7 @@ class ClusterOptions:
     `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.
     `replicas`: the number of caches of the group that keep a shard; None for all. `exchange`: the share of a
     cache's shards that is replaced by shards of others each epoch. `transform`: the fingerprint of the
-    transform.
+    transform. `decoders`: the endings that plug-ins decode where the worker was started.
     """
 
     address: str
@@ -37,6 +37,7 @@ class ClusterOptions:
     replicas: int | None = None
     exchange: float = 0.0
     transform: str = ""
+    decoders: tuple[str, ...] = ()
 
 
 def import_ray() -> Any:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
+from cachestream.sources.plugins import expect_decoders
 from cachestream.storage.layout import Directory
 from cachestream.storage.telemetry import READS_AT_ONCE, Board, Slot
 from cachestream.transport import object_limit
@@ -408,6 +409,7 @@ class ReadActor:
             )
         if self._reader is None:
             sys.path.extend(path for path in job.sys_path if path not in sys.path)
+            expect_decoders(job.cluster.decoders if job.cluster else ())
             with suppress(OSError):
                 os.nice(_NICE)
             self._reader = UnitsReader(job, actors)

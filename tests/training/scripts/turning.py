@@ -1,7 +1,7 @@
 """One rank of a job over caches that turn over: `turning.py OUT EPOCHS CACHE [CACHE]`; writes OUT/<rank>.json.
 
 The ranks share one cache, or have one each. Each epoch lasts until filling has taken the room that it leaves. The file
-holds the numbers that the rank has trained on.
+holds the numbers that the rank has trained on in each epoch. OUT/options.json has options of the loader, if it is there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,17 +22,21 @@ BATCH = 32
 def main() -> None:
     out, epochs, paths = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     dist.init_process_group("gloo")
-    rank, seen = dist.get_rank(), set[int]()
+    rank, seen = dist.get_rank(), list[list[int]]()
+    options: dict[str, Any] = {"turnover": 0.25, "min_samples": BATCH, "drop_last": False}
+    if (file := out / "options.json").exists():
+        options |= json.loads(file.read_text())
     with cs.Cache(paths[rank % len(paths)]) as cache:
-        with cs.EpochLoader(cache, BATCH, turnover=0.25, min_samples=BATCH, drop_last=False) as loader:
+        with cs.EpochLoader(cache, BATCH, **options) as loader:
             for _ in range(epochs):
                 waits, until_s = cache.status().epoch_waits, time.monotonic() + 2.0
+                seen.append([])
                 for batch in loader:
-                    seen.update(batch["n"].tolist())
+                    seen[-1] += batch["n"].tolist()
                     while cache.status().epoch_waits == waits and time.monotonic() < until_s:
                         time.sleep(0.01)
                 dist.barrier()
-        (out / f"{rank}.json").write_text(json.dumps(sorted(seen)))
+        (out / f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 

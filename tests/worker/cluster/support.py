@@ -67,6 +67,12 @@ def in_windows(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"window": sample["x"][: number + 1], "number": number}
 
 
+def spelled_slowly(text: str) -> list[int]:
+    """Tokens of a text: its bytes."""
+    time.sleep(0.05)
+    return list(text.encode())
+
+
 def with_killer(sample: Mapping[str, Any]) -> Any:
     return misbehave("os._exit1" if sample["unit"] == 13 else "", sample)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
 from tests.storage.support import disk_bytes
+from tests.support.plugins import forget_plugins, lay_package, lay_site
 from tests.worker.cluster.support import (
     Sample,
     Tables,
     in_windows,
     samples_of,
     slow_in_one_process,
+    spelled_slowly,
     with_faults,
     with_hanging,
     with_killer,
@@ -113,8 +116,9 @@ def actor_pids(cluster: Any) -> list[int]:
         (Tables(5, 100), None),
         (Ragged(30, 3), None),
         (Numbers(3, 4, 3_000_000), None),
+        (Named(40, 5), cs.pack_tokens(29, "x", eos=256)),
     ],
-    ids=["numbers", "noise", "faults", "windows", "tables", "ragged", "large"],
+    ids=["numbers", "noise", "faults", "windows", "tables", "ragged", "large", "packed"],
 )
 def test_the_samples_are_those_of_a_local_worker(
     cache: Cache, locally: Fill, source: Any, transform: Any
@@ -136,6 +140,75 @@ def test_files_are_read_by_actors_and_counted(cache: Cache, locally: Fill, tmp_p
     assert len(expected) == 50
     assert counted.units == 50
     assert counted.fetched_bytes >= sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
+
+
+def test_texts_of_a_listing_that_goes_on_are_packed_once_though_an_actor_is_killed(
+    cache: Cache, cluster: Any, locally: Fill, tmp_path: Path
+) -> None:
+    for number in range(60):
+        (folder := tmp_path / "texts" / str(number // 10)).mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.txt").write_text(f"{number} is a number . " * (number % 7 + 1), encoding="utf-8")
+
+    def open_texts() -> Any:
+        source: Any = cs.open_source(str(tmp_path / "texts"), first_names=10)
+        assert source.is_listing
+        return source
+
+    packing = cs.pack_tokens(15, "text", tokenizer=spelled_slowly, pad=0)
+    with cs.start_worker(cache, open_texts(), num_workers=2, transform=packing, **OPTIONS) as worker:
+        cache.wait(1, timeout_s=DEADLINE_S)
+        os.kill(actor_pids(cluster)[0], signal.SIGKILL)
+        assert worker.wait(DEADLINE_S)
+    assert (samples_of(cache), failures(cache)) == locally(open_texts(), transform=packing)
+
+
+def test_a_condition_selects_of_a_split_that_actors_have_filled(tmp_path: Path, processes: Processes) -> None:
+    found = {}
+    with closing(Cache(tmp_path / "cache", size_limit="50MB", min_free=0)) as cache:
+        fill(cache, Named(40, 5), num_workers=2, holdout=0.3, **OPTIONS)
+        for name in ("train", "held-out"):
+            with cache.snapshot(split=name, where=lambda columns: columns["unit"] % 3 == 0) as dataset:
+                found[name] = set(dataset.keys())
+    assert found["train"] | found["held-out"] == {f"{unit}/{n}" for unit in range(0, 40, 3) for n in range(5)}
+    assert not found["train"] & found["held-out"]
+    assert found["held-out"]
+
+
+def test_plug_ins_decode_in_actors_and_are_missed_where_they_are_not_installed(
+    cache: Cache, locally: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = lay_site(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(site))
+    lay_package(site, "pairs", decoders={".dbl": "pairs_plugin:decode", ".bad": "pairs_plugin:damaged"})
+    for number in range(20):
+        (tmp_path / f"{number}.{'bad' if number % 5 == 4 else 'dbl'}").write_bytes(bytes([number]))
+    source = cs.open_source([str(tmp_path / "*.dbl"), str(tmp_path / "*.bad")])
+    try:
+        fill(cache, source, num_workers=2, **OPTIONS)
+        assert (samples_of(cache), failures(cache)) == locally(source)
+        assert len(samples_of(cache)) == 16
+        shutil.rmtree(site)  # it stays known in this process
+        with closing(Cache(tmp_path / "other", size_limit="50MB", min_free=0)) as other:
+            fill(other, source, num_workers=2, **OPTIONS)
+            missed = failures(other)
+    finally:
+        forget_plugins()
+    assert [count for *_, count in missed] == [4, 16]
+    assert all("is of a package that this node lacks: install it on all nodes" in one[1] for one in missed)
+
+
+def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path: Path) -> None:
+    pytest.importorskip("cachestream_video")
+    if shutil.which("ffmpeg") is None:
+        pytest.skip("FFmpeg is not installed")
+    picture = ["-f", "lavfi", "-i", "testsrc2=size=96x64:rate=25", "-frames:v", "40", "-c:v", "libx264"]
+    for number in range(3):
+        path = tmp_path / f"{number}.mp4"
+        subprocess.run(["ffmpeg", "-v", "error", *picture, str(path)], check=True, timeout=DEADLINE_S)
+    source = cs.open_source(str(tmp_path / "*.mp4"), frames=8, clips=3)
+    fill(cache, source, num_workers=1, seed=7, **OPTIONS)
+    assert (samples_of(cache), failures(cache)) == (expected := locally(source, seed=7))
+    assert len(expected[0]) == 9
 
 
 def test_an_actor_that_is_killed_loses_nothing(cache: Cache, cluster: Any) -> None:
