@@ -53,8 +53,8 @@ class FillState:
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
     transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true
     while the supervisor has not decided whether another pass begins. `snapshots` counts all that were ever
-    taken. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none did. `failures`
-    have the most frequent first.
+    taken. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none did.
+    `failures` have the most frequent first.
     """
 
     phase: str

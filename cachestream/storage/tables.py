@@ -172,7 +172,7 @@ class SplitTables(MetaTable):
         return found
 
     def span_array(self, pass_id: int) -> IntArray:
-        """The spans of one pass that the shards hold, int64 `[n, 4]`: position and offset of start and stop."""
+        """The spans of one pass that shards hold, int64 `[n, 4]`: position and offset of start and stop."""
         blobs = self.execute("SELECT spans FROM shards WHERE pass_id = ?", (pass_id,))
         return np.frombuffer(b"".join(blob for (blob,) in blobs), np.int64).reshape(-1, 4)
 
@@ -278,7 +278,8 @@ class Tables(ProgressTables, SplitTables):
         for table in ("passes", "claims", "suspects", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
         self.execute(
-            "DELETE FROM meta WHERE key IN ('schema', 'source', 'fill_state', 'fill_message', 'votes', 'mixture')"
+            "DELETE FROM meta WHERE key IN "
+            "('schema', 'source', 'fill_state', 'fill_message', 'votes', 'mixture')"
         )
 
     # --- schemas

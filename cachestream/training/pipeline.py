@@ -173,7 +173,7 @@ class Pipeline:
             except Cancelled:
                 preparer.finish()
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
-                # The frames would keep the lease and maps of the failed segment for as long as the error is referenced.
+                # The frames would keep the lease and maps of the failed segment as long as the error lives.
                 traceback.clear_frames(error.__traceback__)
                 schedule.fail(request, error)
                 # Afterwards: a rank that was stopped may have locked the catalogue, and the error names it.
