@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import xxhash
 
 from cachestream.errors import CacheError, ConfigError, CorruptShardError
 from cachestream.linux import FileMap
-from cachestream.schema import KEY_FIELD, Field, IntArray
+from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
 from cachestream.shard_format import LENGTH_BYTES, SUFFIX, ShardData, header_bytes
 from cachestream.storage.os_errors import disk_error
 
@@ -161,6 +161,43 @@ class ShardColumns(Mapping[str, npt.NDArray[Any]]):
 
     def __repr__(self) -> str:
         return f"<ShardColumns {self.num_samples} samples, {sorted(self._fields)}>"
+
+
+class ShardValues:
+    """A value of each sample, read once a shard and forgotten when the shard is in no snapshot any more.
+
+    `read` gives those of a whole shard, `[num_samples]`. Of the last snapshot, `of_shards` has the values by
+    shard id, and `damaged` the (position, error) of the other shards. Used by one thread.
+    """
+
+    def __init__(self, read: Callable[[MappedShard], npt.NDArray[Any]], absent: np.generic) -> None:
+        self._read, self._absent = read, absent
+        self.of_shards: dict[int, npt.NDArray[Any]] = {}
+        self.damaged: list[tuple[int, CorruptShardError]] = []
+
+    def of(self, snapshot: Snapshot) -> npt.NDArray[Any]:
+        """The values of the samples of `snapshot`, `[num_samples]`; `absent` for those of damaged shards."""
+        known, self.of_shards, self.damaged = self.of_shards, {}, []
+        parts = [np.empty(0, self._absent.dtype)]
+        starts = (np.cumsum(snapshot.counts) - snapshot.counts).tolist()
+        pairs = zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True)
+        for position, (shard_id, count) in enumerate(pairs):
+            try:
+                found = known.get(shard_id)
+                found = self._of(snapshot, shard_id, starts[position], count) if found is None else found
+                self.of_shards[shard_id] = found
+            except CorruptShardError as error:
+                self.damaged.append((position, error))
+                found = np.full(count, self._absent)
+            parts.append(found)
+        return np.concatenate(parts)
+
+    def _of(self, snapshot: Snapshot, shard_id: int, start: int, count: int) -> npt.NDArray[Any]:
+        shard = MappedShard(shard_path(snapshot.root, shard_id))
+        values = self._read(shard)
+        if snapshot.rows is not None:
+            return values[snapshot.rows[start : start + count]]
+        return values if snapshot.split is None else values[snapshot.split.rows(shard.key_hashes())]
 
 
 def columns_of(shard: MappedShard, names: Iterable[str]) -> list[str]:

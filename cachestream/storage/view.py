@@ -131,39 +131,6 @@ class View:
         return rows.astype(np.int32)
 
 
-class ShardValues:
-    """A value of each sample, read once a shard and forgotten when the shard is in no snapshot any more.
-
-    `read` gives those of a whole shard, `[num_samples]`. The samples of a damaged shard, which will be
-    quarantined later, have the value `absent`. `of_shards` has those of the last snapshot by shard. Used by
-    one thread.
-    """
-
-    def __init__(self, read: Callable[[MappedShard], npt.NDArray[Any]], absent: np.generic) -> None:
-        self._read, self._absent = read, absent
-        self.of_shards: dict[int, npt.NDArray[Any]] = {}
-
-    def of(self, snapshot: Snapshot) -> npt.NDArray[Any]:
-        """The values of the samples of `snapshot`, `[num_samples]`."""
-        known, self.of_shards = self.of_shards, {}
-        ends = np.cumsum(snapshot.counts)
-        columns = (snapshot.shard_ids, ends - snapshot.counts, ends)
-        for shard_id, start, stop in zip(*(column.tolist() for column in columns), strict=True):
-            found = known.get(shard_id)
-            self.of_shards[shard_id] = self._of(snapshot, shard_id, start, stop) if found is None else found
-        return np.concatenate([np.empty(0, self._absent.dtype), *self.of_shards.values()])
-
-    def _of(self, snapshot: Snapshot, shard_id: int, start: int, stop: int) -> npt.NDArray[Any]:
-        try:
-            shard = MappedShard(shard_path(snapshot.root, shard_id))
-            values = self._read(shard)
-            if snapshot.rows is not None:
-                return values[snapshot.rows[start:stop]]
-            return values if snapshot.split is None else values[snapshot.split.rows(shard.key_hashes())]
-        except CorruptShardError:
-            return np.full(stop - start, self._absent)
-
-
 def make_view(where: object, columns: object) -> View | None:
     """The view for `where=` and `columns=`; None for neither. Raises ConfigError for what cannot be one."""
     if where is None and columns is None:

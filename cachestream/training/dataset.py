@@ -105,7 +105,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         numbers, CorruptShardError for damaged offsets.
         """
         with self._exclusive():
-            return self._open().maps.lengths_of(field)
+            lengths, damaged = self._open().maps.lengths_of(field)
+        for _, error in damaged:
+            raise error
+        return lengths
 
     def close(self) -> None:
         """Release the shards for eviction. Tensors handed out stay valid."""

@@ -172,7 +172,7 @@ class EpochSnapshots:
                 damaged = _open(taken.maps, until_s, cancelled)
                 if taken.record is None:
                     for field in self._options.max_tokens or ():  # else drawing fails, in each epoch anew
-                        damaged += taken.maps.read_lengths(field)[1]
+                        damaged += taken.maps.lengths_of(field)[1]
                 if not damaged:
                     undo.pop_all()
                     return taken

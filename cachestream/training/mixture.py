@@ -20,9 +20,8 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError, NotEnoughSamplesError
 from cachestream.permutation import mix_key
 from cachestream.schema import KEY_FIELD, IntArray, Snapshot
-from cachestream.storage.shard import MappedShard
+from cachestream.storage.shard import MappedShard, ShardValues
 from cachestream.storage.telemetry import SourceStats
-from cachestream.storage.view import ShardValues
 from cachestream.training.plan import Plan
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 

@@ -20,8 +20,7 @@ import xxhash
 from cachestream.errors import ConfigError
 from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray, Snapshot
-from cachestream.storage.shard import MappedShard
-from cachestream.storage.view import ShardValues
+from cachestream.storage.shard import MappedShard, ShardValues
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:

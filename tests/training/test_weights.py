@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import ConfigError, EpochLoader
-from cachestream.storage import view as view_module
+from cachestream.storage import shard as shard_module
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training.ranks import Ranks
 from cachestream.training.weights import KeyWeights, draw
@@ -115,7 +115,7 @@ def test_the_keys_of_a_shard_are_checked_before_they_are_read(
             super().__init__(path)
             os.truncate(path, 4096)
 
-    monkeypatch.setattr(view_module, "MappedShard", Cut)
+    monkeypatch.setattr(shard_module, "MappedShard", Cut)
     child = os.fork()  # which a read of the map would end by SIGBUS
     if not child:
         try:

@@ -21,7 +21,14 @@ import numpy.typing as npt
 
 from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot
-from cachestream.storage.shard import KEYS, MappedShard, ShardColumns, columns_of, shard_path
+from cachestream.storage.shard import (
+    KEYS,
+    MappedShard,
+    ShardColumns,
+    ShardValues,
+    columns_of,
+    shard_path,
+)
 from cachestream.training.batches.memory import read_numbers
 
 if TYPE_CHECKING:
@@ -124,7 +131,7 @@ class EpochMaps:
 
     `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
     `picked` has the rows of the snapshot's split, for shards with samples of both splits, and `lengths` those
-    of fields, of all samples by field and shard. At most `max_open` shards are mapped at a time (the kernel
+    of fields. At most `max_open` shards are mapped at a time (the kernel
     limits the maps of a process). `keepers` has a reference to each map: who holds this array may use the
     addresses, also after all maps were dropped.
     """
@@ -147,9 +154,7 @@ class EpochMaps:
         else:
             self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
         self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
-        self.lengths: dict[str, dict[int, npt.NDArray[np.int32]]] = (
-            {} if previous is None else previous.lengths
-        )
+        self.lengths: dict[str, ShardValues] = {} if previous is None else previous.lengths
         self._rows = self._rows_of_split()
         fields = (*snapshot.schema.fields, KEYS)
         self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}
@@ -180,33 +185,16 @@ class EpochMaps:
                 beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
         return shards, samples - self.starts[shards] if self._rows is None else self._rows[samples]
 
-    def lengths_of(self, name: str) -> IntArray:
-        """The length of `name` in each sample of the snapshot, int64 `[num_samples]`. Used by one thread."""
-        found, damaged = self.read_lengths(name)
-        for _, error in damaged:
-            raise error
-        whole = np.concatenate([np.empty(0, np.int64), *found])
-        if self._rows is None:
-            return whole
-        sizes = np.array(list(map(len, found)), np.int64)
-        return whole[self._rows + np.repeat(np.cumsum(sizes) - sizes, self.snapshot.counts)]
-
-    def read_lengths(
-        self, name: str
-    ) -> tuple[list[npt.NDArray[np.int32]], list[tuple[int, CorruptShardError]]]:
-        """The lengths of `name` in the samples of each sound shard, and the damaged (position, error)."""
-        known, found = self.lengths.get(name, {}), dict[int, npt.NDArray[np.int32]]()
-        damaged: list[tuple[int, CorruptShardError]] = []
-        for position, shard_id in enumerate(self.snapshot.shard_ids.tolist()):
-            try:
-                if (lengths := known.get(shard_id)) is None:
-                    columns = ShardColumns(MappedShard(shard_path(self.snapshot.root, shard_id)))
-                    lengths = columns.lengths(name).astype(np.int32)
-                found[shard_id] = lengths
-            except CorruptShardError as error:
-                damaged.append((position, error))
-        self.lengths[name] = found
-        return list(found.values()), damaged
+    def lengths_of(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
+        """The length of `name` in each sample of the snapshot, int64 `[num_samples]`, and the damaged shards
+        (position, error), whose samples have 0. Used by one thread.
+        """
+        if name not in self.lengths:
+            self.lengths[name] = ShardValues(
+                lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
+            )
+        values = self.lengths[name]
+        return values.of(self.snapshot).astype(np.int64), values.damaged
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
