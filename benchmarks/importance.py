@@ -1,8 +1,8 @@
 """Weights by key, drawn and evicted by: `python -m benchmarks.importance`.
 
 The demo's views of 135 places, as JPEG files, in front of a cache of a quarter of them and a remote so slow that an epoch
-brings 6 % of the cache. A small network, from the same weights, trains for equally many steps, which also fetch equally
-many samples, in four ways: drawn uniformly with "lru"; drawn by weights with "lru"; drawn by weights with "least-weight"; and so, with
+brings 6 % of the cache. A small network, from the same weights, trains for equally many steps, which fetch about as many
+samples, in four ways: drawn uniformly with "lru"; drawn by weights with "lru"; drawn by weights with "least-weight"; and so, with
 these weights as the `order=` in which views are fetched. Percent right of held-out views, alike many of each place, after a half and
 all of the steps.
 

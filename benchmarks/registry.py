@@ -197,6 +197,8 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         (
             Figure("fixed_to_without", "fixed weights, of the speed without", target=0.95),
             Figure("by_step_to_without", "weights by step, of the speed without", target=0.95),
+            Figure("fixed_cpu_to_without", "fixed weights, processor time to that without"),
+            Figure("by_step_cpu_to_without", "weights by step, processor time to that without"),
             Figure("without_samples_per_s", "without", "samples/s"),
             Figure("fixed_samples_per_s", "fixed weights", "samples/s"),
             Figure("by_step_samples_per_s", "weights by step", "samples/s"),
@@ -420,16 +422,16 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     "importance": Benchmark(
         "Weights that draw and evict",
         "Views of 135 places in front of a cache of a quarter of them, of which a slow remote replaces 6 % an epoch. A small network "
-        "after equally many steps, which also fetch equally many samples: held-out accuracy (alike many views of each place), the mean of "
-        "three seeds, and the least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square root of those of its "
-        "place. Fetched by weight: these weights are the `order=` of what is fetched.",
+        "after equally many steps, which fetch about as many samples: held-out accuracy (alike many views of each place), the mean of "
+        "three seeds, and the least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square "
+        "root of those of its place. Fetched by weight: these weights are the `order=` of what is fetched.",
         timeout_s=5400.0,
     ),
     "wrong_labels": Benchmark(
         "Wrong labels",
         "The network, the cache and the slow remote of the section above, over 24 views of each place. A share of the labels is wrong: "
         "of single views in shards of eight, or of whole tars of 24 views of 24 places. What is suspect, by a label of small "
-        "probability, weighs a tenth; or a function for `eviction=` evicts its shards first. Three seeds.",
+        "probability, weighs a tenth; or a function for `eviction=` evicts first what is least probable, or what is suspect.",
         timeout_s=5400.0,
     ),
     "scale_out": Benchmark(

@@ -5,7 +5,7 @@ label of another place. Single views are wrong, in files in random order and sha
 has 24 views of 24 places. A view is suspect if the network gives its label less than a third of the probability that it gives to
 the labels of an epoch on average. Five ways: drawn uniformly with "lru"; drawn by weights, a tenth for what is suspect; drawn by
 them with "least-weight"; and drawn uniformly with a function for `eviction=`, which evicts the shards of the least mean probability
-first, or those of them that are suspect, and the rest as "lru" does. Beside these, uniformly over right labels.
+first, or those that are suspect, and the rest as "lru" does. Beside these, uniformly over right labels.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ ARMS: Final = {  # the eviction, and whether weights draw
 FORMS: Final = {  # the source, the share that is wrong, and how many neighbours are wrong together
     "a fifth of the views wrong": ("files", 0.2, 1),
     "a fifth of the tars wrong": ("tars", 0.2, OF_TAR),
+    "two fifths of the tars wrong": ("tars", 0.4, OF_TAR),
 }
 
 
