@@ -1,9 +1,10 @@
 """Weights by key, drawn and evicted by: `python -m benchmarks.importance`.
 
 The demo's views of 135 places, as JPEG files, in front of a cache of a quarter of them and a remote so slow that an epoch
-brings 6 % of the cache. A small network, from the same weights, trains for equally many steps, which also fetch equally
-many samples, in three ways: drawn uniformly with "lru"; drawn by weights with "lru"; and drawn by weights with
-"least-weight". Percent right of held-out views, alike many of each place, after a half and all of the steps.
+brings 6 % of the cache. A small network, from the same weights, trains for equally many steps, which fetch about as many
+samples, in four ways: drawn uniformly with "lru"; drawn by weights with "lru"; drawn by weights with "least-weight"; and so, with
+these weights as the `order=` in which views are fetched. Percent right of held-out views, alike many of each place, after a half and
+all of the steps.
 
 Places have from 100 views down to 2 (a long tail), and a view weighs one by the square root of those of its place. They are
 files in random order, in shards of eight; and tars of one place.
@@ -17,14 +18,16 @@ import statistics
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,17 +44,22 @@ SEEDS: Final = 3
 MOST, LEAST = 100, 2  # views of a place
 STEPS: Final = 1000
 BATCH: Final = 32
+COLUMNS: Final = ("half-way, %", "at the end, %", "samples fetched")
 SHARE: Final = 0.25
 TURNOVER: Final = 0.06
-FILLED_S: Final = 1.5
+FILLED_S: Final = 4.0
 OVERHEAD_BYTES: Final = 700_000  # of a cache, beside its shards
 SAMPLE_BYTES: Final = 3 * SIDE * SIDE * 1.15  # in small shards
 WIDTH: Final = 12
-ARMS: Final = {
-    "uniform": ("lru", False),
-    "drawn by weight": ("lru", True),
-    "and evicted by weight": ("least-weight", True),
+ARMS: Final = {  # the eviction, and whether weights draw and order what is fetched
+    "uniform": ("lru", False, False),
+    "drawn by weight": ("lru", True, False),
+    "and evicted by weight": ("least-weight", True, False),
+    "and fetched by weight": ("least-weight", True, True),
 }
+FORMS: Final = {"files": "files", "tars of a place": "tars"}  # and their folders
+Floats = npt.NDArray[np.floating[Any]]
+Weigh = Callable[[list[str], Floats], Floats]
 
 
 def choose(views: Path, folder: Path, counts: IntArray) -> None:
@@ -63,12 +71,12 @@ def choose(views: Path, folder: Path, counts: IntArray) -> None:
             (folder / path.parent.name / path.name).hardlink_to(path)
 
 
-def write_tars(files: Path, folder: Path) -> None:
-    """A tar for each place."""
+def write_tars(views: Mapping[str, list[Path]], folder: Path) -> None:
+    """A tar of each of these lists of views."""
     folder.mkdir()
-    for place in sorted(files.iterdir()):
-        with tarfile.open(folder / f"{place.name}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            for path in sorted(place.iterdir()):
+    for name, paths in views.items():
+        with tarfile.open(folder / f"{name}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for path in sorted(paths):
                 label = str(int(path.stem) % PLACES).encode()
                 for ending, content in (("jpg", path.read_bytes()), ("cls", label)):
                     member = tarfile.TarInfo(f"{path.stem}.{ending}")
@@ -81,25 +89,33 @@ def number_of(key: str) -> int:
     return int(re.findall(r"[0-9]{6}", key)[-1])
 
 
-def make_sources(folder: Path) -> tuple[dict[str, Path], IntArray, Path]:
-    """Folders of files and of tars, how many views of each place they have, and the folder of the held-out views."""
+def make_sources(folder: Path) -> IntArray:
+    """Write `folder`/files and `folder`/tars, and what is held out; returns how many views each place has."""
     make_remote(folder / "views", MOST * PLACES, 10 * PLACES)
     counts, rng = np.empty(PLACES, np.int64), np.random.default_rng(0)
     counts[rng.permutation(PLACES)] = np.round(MOST * (LEAST / MOST) ** (np.arange(PLACES) / (PLACES - 1)))
     choose(folder / "views" / TRAIN, folder / "files", counts)
-    write_tars(folder / "files", folder / "tars")
-    return (
-        {"files": folder / "files", "tars of a place": folder / "tars"},
-        counts,
-        folder / "views" / HELD_OUT,
-    )
+    write_tars({place.name: [*place.iterdir()] for place in (folder / "files").iterdir()}, folder / "tars")
+    return counts
+
+
+def held_out_of(folder: Path) -> tuple[Tensor, Tensor]:
+    """The held-out views as the network takes them, and their places."""
+    shown = list(read(folder / "views" / HELD_OUT))
+    images = functional.avg_pool2d(normalise(torch.stack([decode(jpeg) for _, jpeg, _ in shown])), 2)
+    return images, torch.tensor([place for _, _, place in shown])
 
 
 class Run:
-    """A network that is trained on views, `counts` of each place; `weighs`: with weights by key."""
+    """A network that is trained on views, whose `labels` go by their numbers.
 
-    def __init__(self, counts: IntArray, held_out: tuple[Tensor, Tensor], seed: int, *, weighs: bool) -> None:
-        self.counts, self.held_out, self.seed, self.weighs = counts, held_out, seed, weighs
+    `weigh` gets the keys of an epoch's samples and their losses, and returns the weights of these samples.
+    """
+
+    def __init__(
+        self, labels: IntArray, held_out: tuple[Tensor, Tensor], seed: int, weigh: Weigh | None = None
+    ) -> None:
+        self.labels, self.held_out, self.seed, self.weigh = labels, held_out, seed, weigh
         torch.manual_seed(seed)
         self.network = make_network(WIDTH)
         self.optimiser = torch.optim.AdamW(self.network.parameters(), weight_decay=0.01)
@@ -108,7 +124,7 @@ class Run:
 
     def train(self, cache: cs.Cache) -> list[float]:
         """Percent right after a half and all of the steps."""
-        options: dict[str, Any] = {"weights": True} if self.weighs else {"with_keys": True}
+        options: dict[str, Any] = {"weights": True} if self.weigh else {"with_keys": True}
         found: list[float] = []
         with cs.EpochLoader(cache, BATCH, seed=self.seed, turnover=TURNOVER, prefetch=1, **options) as loader:
             while self.steps < STEPS:
@@ -117,26 +133,39 @@ class Run:
 
     def epoch(self, loader: cs.EpochLoader) -> Iterator[float]:
         keys: list[str] = []
+        losses: list[Tensor] = []
         for batch in loader:
-            self.step(batch["image"], torch.tensor([number_of(key) % PLACES for key in batch["__key__"]]))
+            numbers = [number_of(key) for key in batch["__key__"]]
+            losses.append(self.step(batch["image"], torch.from_numpy(self.labels[numbers])))
             if self.steps in (STEPS // 2, STEPS):
                 yield self.accuracy()
             if self.steps == STEPS:
                 return
             if not keys:
-                wait_for_filling(loader.cache)
+                self.begin(loader)
             keys += batch["__key__"]
-        if self.weighs:
-            loader.update_weights(keys, self.counts[[number_of(key) % PLACES for key in keys]] ** -0.5)
+        self.end(loader, keys, torch.cat(losses).numpy())
 
-    def step(self, images: Tensor, places: Tensor) -> None:
+    def begin(self, loader: cs.EpochLoader) -> None:
+        """After the first step of an epoch."""
+        wait_for_filling(loader.cache)
+
+    def end(self, loader: cs.EpochLoader, keys: list[str], losses: Floats) -> None:
+        """After the last one."""
+        if self.weigh:
+            loader.update_weights(keys, self.weigh(keys, losses))
+
+    def step(self, images: Tensor, places: Tensor) -> Tensor:
+        """The losses before the step."""
         images = augment({"image": images, "label": places}, torch.default_generator)["image"]
-        loss = functional.cross_entropy(self.network(functional.avg_pool2d(images, 2)), places)
+        scores = self.network(functional.avg_pool2d(images, 2))
+        losses = functional.cross_entropy(scores, places, reduction="none")
         self.optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        losses.mean().backward()  # type: ignore[no-untyped-call]
         self.optimiser.step()
         self.schedule.step()
         self.steps += 1
+        return losses.detach()
 
     @torch.inference_mode()
     def accuracy(self) -> float:
@@ -153,45 +182,75 @@ def wait_for_filling(cache: cs.Cache) -> None:
         time.sleep(0.02)
 
 
-def measure(
-    source: Path, counts: IntArray, held_out: tuple[Tensor, Tensor], arm: str, seed: int
-) -> list[float]:
-    """Percent right after a half and all of the steps, and how many samples were fetched."""
+def run_over(source: Path, run: Run, num_views: int, eviction: Any, order: Any = "shuffle") -> list[float]:
+    """What a run finds over a cache of a quarter of the views, and how many samples were fetched."""
     torch.set_num_threads(1)
-    eviction, weighs = ARMS[arm]
-    limit_bytes = OVERHEAD_BYTES + int(SHARE * counts.sum() * SAMPLE_BYTES)
-    transform = shrink if source.name != "tars" else shrink_view
-    with scratch() as folder, cs.Cache(folder, limit_bytes, min_free=0, eviction=eviction) as cache:
-        options: dict[str, Any] = {"num_workers": 1, "shard_size": "56kB", "seed": seed}
-        with cs.start_worker(cache, str(source), transform=transform, **options) as worker:
-            worker.wait(120)
-            cached = cache.num_samples
-            found = Run(counts, held_out, seed, weighs=weighs).train(cache)
-            status = cache.status()
+    limit_bytes = OVERHEAD_BYTES + int(SHARE * num_views * SAMPLE_BYTES)
+    transform = shrink if source.name == "files" else shrink_view
+    options: dict[str, Any] = {"num_workers": 1, "shard_size": "56kB", "order": order, "seed": run.seed}
+    with (
+        scratch() as folder,
+        cs.Cache(folder, limit_bytes, min_free=0, eviction=eviction) as cache,
+        cs.start_worker(cache, str(source), transform=transform, **options) as worker,
+    ):
+        worker.wait(120)
+        cached = cache.num_samples
+        found = run.train(cache)
+        status = cache.status()
     fetched = status.num_samples + status.evicted_samples
-    told = f"{cached} of {counts.sum()} cached, {fetched} fetched: {found}"
-    print(f"{arm}, seed {seed}: {told}", file=sys.stderr, flush=True)
+    told = f"{cached} of {num_views} cached, {fetched} fetched: {found}"
+    print(f"{source.name}, {eviction}, seed {run.seed}: {told}", file=sys.stderr, flush=True)
     return [*found, float(fetched)]
 
 
-def main() -> None:
+def of_seeds(rows: Mapping[str, Callable[[int], list[float]]], columns: Sequence[str]) -> dict[str, float]:
+    """Figures of each row: the means over the seeds of all `columns`, the least and the most of the second one."""
     figures: dict[str, float] = {}
+    with ProcessPoolExecutor(SEEDS, get_context("spawn")) as processes:
+        for row, measure in rows.items():
+            runs = zip(*processes.map(measure, range(SEEDS)), strict=True)
+            found = dict(zip(columns, runs, strict=True))
+            end = found[columns[1]]
+            figures |= {f"{row} / {column}": statistics.mean(values) for column, values in found.items()}
+            figures |= {f"{row} / least at the end": min(end), f"{row} / most": max(end)}
+    return figures
+
+
+def inverse_root(counts: IntArray, keys: list[str], _: Floats | None = None) -> Floats:
+    """One by the square root of the number of views of its place, for each of `keys`."""
+    weights: Floats = counts[[number_of(key) % PLACES for key in keys]] ** -0.5
+    return weights
+
+
+def same_in_all(weights: Floats, _progress: float) -> Floats:
+    return weights
+
+
+def measure(
+    sources: Path, counts: IntArray, held_out: tuple[Tensor, Tensor], form: str, arm: str, seed: int
+) -> list[float]:
+    """Percent right after a half and all of the steps, and how many samples were fetched."""
+    eviction, draws, fetches = ARMS[arm]
+    source = sources / FORMS[form]
+    labels, weigh = np.arange(MOST * PLACES) % PLACES, partial(inverse_root, counts)
+    run = Run(labels, held_out, seed, weigh if draws else None)
+    order: Any = "shuffle"
+    if fetches:
+        units, rng = cs.open_source(str(source)), np.random.default_rng(0)
+        keys = [next(iter(units.read(unit, rng)))[0] for unit in range(units.num_units or 0)]
+        order = partial(same_in_all, inverse_root(counts, keys))
+    return run_over(source, run, int(counts.sum()), eviction, order)
+
+
+def main() -> None:
     with scratch() as folder:
-        sources, counts, views = make_sources(folder)
-        shown = list(read(views))
-        images = functional.avg_pool2d(normalise(torch.stack([decode(jpeg) for _, jpeg, _ in shown])), 2)
-        held_out = images, torch.tensor([place for _, _, place in shown])
-        for name, source in sources.items():
-            for arm in ARMS:
-                with ProcessPoolExecutor(SEEDS, get_context("spawn")) as processes:
-                    runs = [*processes.map(partial(measure, source, counts, held_out, arm), range(SEEDS))]
-                half, end, fetched = zip(*runs, strict=True)
-                row = f"{name}: {arm}"
-                figures[f"{row} / half-way, %"] = statistics.mean(half)
-                figures[f"{row} / at the end, %"] = statistics.mean(end)
-                figures[f"{row} / least"], figures[f"{row} / most"] = min(end), max(end)
-                figures[f"{row} / samples fetched"] = statistics.mean(fetched)
-    emit(**figures)
+        counts = make_sources(folder)
+        held_out = held_out_of(folder)
+        rows = {
+            f"{form}: {arm}": partial(measure, folder, counts, held_out, form, arm)
+            for form, arm in product(FORMS, ARMS)
+        }
+        emit(**of_seeds(rows, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -190,6 +190,20 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("max_tokens_to_datasets", "times as fast as `datasets`", target=5),
         ),
     ),
+    "mixture": Benchmark(
+        "The cost of a mixture",
+        "16,384 samples of 32 KiB from two sources, in batches of 64 from the page cache: with `mixture=`, beside the same loader "
+        "without, in turns. By step: a function whose shares change at every step.",
+        (
+            Figure("fixed_to_without", "fixed weights, of the speed without", target=0.95),
+            Figure("by_step_to_without", "weights by step, of the speed without", target=0.95),
+            Figure("fixed_cpu_to_without", "fixed weights, processor time to that without"),
+            Figure("by_step_cpu_to_without", "weights by step, processor time to that without"),
+            Figure("without_samples_per_s", "without", "samples/s"),
+            Figure("fixed_samples_per_s", "fixed weights", "samples/s"),
+            Figure("by_step_samples_per_s", "weights by step", "samples/s"),
+        ),
+    ),
     "scale": Benchmark(
         "Large caches and many epochs",
         "Tiny shards: 10,000 and then 100,000 of them, opened by a process that knows nothing of them; 1,000 epochs over 100.",
@@ -408,8 +422,16 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     "importance": Benchmark(
         "Weights that draw and evict",
         "Views of 135 places in front of a cache of a quarter of them, of which a slow remote replaces 6 % an epoch. A small network "
-        "after equally many steps, which also fetch equally many samples: held-out accuracy (alike many views of each place), the mean of three seeds, and the "
-        "least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square root of those of its place.",
+        "after equally many steps, which fetch about as many samples: held-out accuracy (alike many views of each place), the mean of "
+        "three seeds, and the least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square "
+        "root of those of its place. Fetched by weight: these weights are the `order=` of what is fetched.",
+        timeout_s=5400.0,
+    ),
+    "wrong_labels": Benchmark(
+        "Wrong labels",
+        "The network, the cache and the slow remote of the section above, over 24 views of each place. A share of the labels is wrong: "
+        "of single views in shards of eight, or of whole tars of 24 views of 24 places. What is suspect, by a label of small "
+        "probability, weighs a tenth; or a function for `eviction=` evicts first what is least probable, or what is suspect.",
         timeout_s=5400.0,
     ),
     "scale_out": Benchmark(
