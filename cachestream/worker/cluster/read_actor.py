@@ -61,8 +61,10 @@ class UnitTask:
     @classmethod
     def of(cls, unit_read: UnitRead, now_s: float) -> UnitTask:
         """The rest of the unit: what follows the samples that have come."""
-        first = max(unit_read.unit.first, unit_read.next_offset)
-        task = cls(replace(unit_read.unit, first=first), retries=unit_read.retries)
+        unit = unit_read.unit
+        if unit_read.next_offset > unit.first:
+            unit = replace(unit, first=unit_read.next_offset)
+        task = cls(unit, retries=unit_read.retries)
         stall = unit_read.stall
         return (
             task if stall is None else replace(task, stall_age_s=now_s - stall.since_s, reason=stall.reason)
