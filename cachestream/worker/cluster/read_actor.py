@@ -201,7 +201,7 @@ def chunks_of_units(indices: Sequence[int], chunk: SampleChunk) -> Iterator[tupl
         start = stop
 
 
-class _Outgoing:
+class Outgoing:
     """Samples and ends that wait to be sent; samples that follow one another in one schema are merged."""
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class UnitsReader:
         self._reader.plan = plan
         unit_reads = [task.unit_read(time.monotonic()) for task in tasks]
         indices = {unit_read.unit.position: index for index, unit_read in enumerate(unit_reads)}
-        out, begun_s = _Outgoing(), time.monotonic()
+        out, begun_s = Outgoing(), time.monotonic()
         due_s, beat_s = begun_s + self._result_s, min(_BEAT_S, self._job.hang_timeout_s / 8)
         with self._fetcher() as (fetcher, numbers):
             fetcher.submit(unit_reads)
@@ -358,7 +358,7 @@ class UnitsReader:
         beat = self._reader.meter.beat
         return Fetcher(read, self._threads, BUFFER_BYTES, lambda number: beat(first + number))
 
-    def _add(self, out: _Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:
+    def _add(self, out: Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:
         """Add what was delivered to `out`, transformed and encoded; yields after each sample."""
         unit_read = delivery.unit_read
         for chunk in delivery.chunks:
@@ -374,7 +374,7 @@ class UnitsReader:
             out.add_end(index, _end(unit_read, time.monotonic()))
 
     def _add_sample(
-        self, out: _Outgoing, index: int, plan: PassPlan, unit: Unit, item: tuple[int, str, Any]
+        self, out: Outgoing, index: int, plan: PassPlan, unit: Unit, item: tuple[int, str, Any]
     ) -> None:
         offset, key, sample = item
         outcome: Failure | Several | None = None
