@@ -114,7 +114,7 @@ class UnitEnd:
     retries: int = 0
 
 
-_READ: Final = UnitEnd()
+_READ: Final = UnitEnd()  # pickled once a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ class UnitsReader:
         """A fetcher, of an earlier call if there is one, and the numbers of its threads in the slot."""
         with self._lock:
             first, idle = self._idle.pop()
-            fetcher = idle or self._make_fetcher(first)
+            fetcher = self._make_fetcher(first) if idle is None else idle
             self._fetchers.running.append(fetcher)
             fetcher.use(self._fetchers.threads)
         try:
