@@ -34,6 +34,7 @@ from cachestream.storage.status import describe_skipped, shortage_of_disk
 from cachestream.storage.telemetry import NO_SPACE, NOTHING_FREE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
 from cachestream.worker.child_process import ChildProcess, ForkServer
+from cachestream.worker.cluster.connection import describe
 from cachestream.worker.cluster.supervision import SharingProcess
 from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErrors, was_suspended
 from cachestream.worker.job import Job, share, unpack
@@ -403,6 +404,7 @@ def _begin(server: ForkServer) -> Supervisor | None:
         _open_log(cache)
         removed = cache.recover()
         _reset_budget(cache)
+        lock.write(describe(job.cluster).encode())
         supervisor = Supervisor(job, cache, lock, server)
         try:
             has_more = begin_or_resume(cache, job, supervisor.order)

@@ -23,6 +23,7 @@ from cachestream.storage.os_errors import CatalogueDamagedError
 from cachestream.storage.settings import choose_split
 from cachestream.storage.status import CacheStatus, forget_lost_worker, lost_worker, warn_of_skipped
 from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments, WorkerMonitor, release
+from cachestream.worker.cluster.connection import describe
 from cachestream.worker.job import Job, transform_fingerprint
 from cachestream.worker.launch import (
     CONCURRENCY,
@@ -380,5 +381,13 @@ def _difference(cache: Cache, job: Job) -> str:
             f"a worker is filling {cache.path} with the share {share or 'of one node alone'}, not "
             f"{job.partition or 'all units'}; give all processes that use one cache the same partition (cs.stream "
             "finds one by itself under torch.distributed, unless it is given partition=)"
+        )
+    wanted = describe(job.cluster)
+    with open(cache.directory.supervisor_lock, encoding="utf-8") as file:
+        running = file.read() or wanted  # nothing yet: it is about to begin, or about to fail
+    if running != wanted:
+        return (
+            f"a worker is filling {cache.path} with {running}, not {wanted}; give all processes that use one cache "
+            "the same engine=, share=, replicas= and exchange=, or stop that worker first"
         )
     return ""

@@ -40,6 +40,14 @@ class ClusterOptions:
     decoders: tuple[str, ...] = ()
 
 
+def describe(options: ClusterOptions | None) -> str:
+    """The options on which all processes that use one cache must agree."""
+    text = f"engine={ENGINES[options is not None and options.num_actors > 0]!r}"
+    if options is None or not options.group:
+        return text
+    return f"{text}, share={options.group!r}, replicas={options.replicas}, exchange={options.exchange:g}"
+
+
 def import_ray() -> Any:
     """The module `ray`; raises ConfigError if it is not installed."""
     try:

@@ -8,7 +8,9 @@ of one group overlaps with the transforms of another.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -38,16 +40,17 @@ from cachestream.worker.sampling.transformer import Several, Transformer
 from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitReader
 
 CALLS: Final = 3  # at once in one actor: two that alternate, and one for a backup
-RESULT_BYTES: Final = 4 << 20
+RESULT_BYTES: Final = 8 << 20  # each object costs about a millisecond, here, there and in the raylet
 RESULT_S: Final = 0.2
 _FIRST_RESULT_S: Final = 0.02
 _BEAT_S: Final = 1.0
 _NICE: Final = 5  # a trainer on the same node comes first
 _SMALL_BYTES: Final = 64  # about, of what carries no values
+_LARGE_BYTES: Final = 16 << 10  # values of this size travel as they are; joining them would cost a copy
 COUNTERS: Final = ("fetched_bytes", "retries", "transform_s", "pack_s")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # as of Unit, no slots: those are pickled several times slower
 class UnitTask:
     """A unit to be read, from `unit.first` on. `stall_age_s`, `reason`, `retries`: see UnitRead and Stall."""
 
@@ -59,8 +62,10 @@ class UnitTask:
     @classmethod
     def of(cls, unit_read: UnitRead, now_s: float) -> UnitTask:
         """The rest of the unit: what follows the samples that have come."""
-        first = max(unit_read.unit.first, unit_read.next_offset)
-        task = cls(replace(unit_read.unit, first=first), retries=unit_read.retries)
+        unit = unit_read.unit
+        if unit_read.next_offset > unit.first:
+            unit = replace(unit, first=unit_read.next_offset)
+        task = cls(unit, retries=unit_read.retries)
         stall = unit_read.stall
         return (
             task if stall is None else replace(task, stall_age_s=now_s - stall.since_s, reason=stall.reason)
@@ -110,14 +115,19 @@ class UnitEnd:
     retries: int = 0
 
 
+_READ: Final = UnitEnd()  # pickled once a result
+
+
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Samples and ends of units, each with the index of its unit in the group.
+    """Samples of units, each with the index of its unit in the group, and then the ends of units.
 
-    `work_s`: the time that they took. `counters`: the differences of COUNTERS.
+    A chunk with a Table may hold samples of several units. `work_s`: the time that they took. `counters`: the
+    differences of COUNTERS.
     """
 
-    items: list[tuple[int, SampleChunk | UnitEnd]]
+    chunks: list[tuple[Sequence[int], SampleChunk]]
+    ends: list[tuple[int, UnitEnd]]
     work_s: float
     counters: tuple[float, ...]
 
@@ -150,13 +160,20 @@ class _RaggedColumn:
         return [self.data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def merged(tables: list[Table]) -> Table:
-    """Merge tables of one sample each and of one schema, in the form in which they travel."""
-    schema, columns = tables[0].schema, []
+def merged(tables: list[Table], *, is_joined: bool = True) -> Table:
+    """Merge tables of one sample each and of one schema, in the form in which they travel.
+
+    Unless `is_joined`, the samples will be taken apart again, and large values are left apart.
+    """
+    schema, columns = tables[0].schema, list[Any]()
     for index, field_ in enumerate(schema.fields):
-        values = _RaggedColumn.of([table.columns[index][0] for table in tables])
+        column = [table.columns[index][0] for table in tables]
+        if not is_joined and min(map(len, column)) >= _LARGE_BYTES:
+            columns.append([np.frombuffer(value, np.uint8) for value in column])
+            continue
+        values = _RaggedColumn.of(column)
         columns.append(values if field_.shape is None else values.data.reshape(len(tables), -1))
-    return Table(schema, [table.keys[0] for table in tables], tuple(columns))  # type: ignore[arg-type]
+    return Table(schema, [table.keys[0] for table in tables], tuple(columns))
 
 
 def for_travel(table: Table) -> Table:
@@ -171,40 +188,57 @@ def arrived(table: Table, schema: Schema) -> Table:
     return Table(schema, table.keys, tuple(columns))
 
 
-class _Outgoing:
-    """Samples and ends that wait to be sent; those of one unit and schema are merged."""
+def chunks_of_units(indices: Sequence[int], chunk: SampleChunk) -> Iterator[tuple[int, SampleChunk]]:
+    """The samples of each unit, with its index; sample i of `chunk` is of the unit `indices[i]`."""
+    if indices[0] == indices[-1]:
+        yield indices[0], chunk
+        return
+    assert isinstance(chunk.samples, Table)
+    start = 0
+    for index, group in itertools.groupby(indices):
+        stop = start + sum(1 for _ in group)
+        table = chunk.samples.cut(start, stop)
+        yield index, SampleChunk(chunk.offsets[start:stop], (), table, table.nbytes)
+        start = stop
+
+
+class Outgoing:
+    """Samples and ends that wait to be sent; samples that follow one another in one schema are merged."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[int, SampleChunk | UnitEnd]] = []
         self.nbytes = 0
-        self._index = 0
-        self._offsets: list[int] = []
-        self._tables: list[Table] = []
+        self._chunks: list[tuple[Sequence[int], SampleChunk]] = []
+        self._ends: list[tuple[int, UnitEnd]] = []
+        self._records: list[tuple[int, int, Table]] = []  # an index, an offset, and a sample
 
     def add_record(self, index: int, offset: int, record: Table) -> None:
-        if self._tables and (index != self._index or record.schema is not self._tables[0].schema):
+        if self._records and record.schema is not self._records[0][2].schema:
             self._close()
-        self._index = index
-        self._offsets.append(offset)
-        self._tables.append(record)
+        self._records.append((index, offset, record))
         self.nbytes += record.nbytes
 
-    def add(self, index: int, item: SampleChunk | UnitEnd, nbytes: int = 0) -> None:
+    def add(self, index: int, chunk: SampleChunk) -> None:
         self._close()
-        self.items.append((index, item))
-        self.nbytes += nbytes
+        self._chunks.append(([index] * len(chunk.offsets), chunk))
+        self.nbytes += chunk.nbytes
+
+    def add_end(self, index: int, end: UnitEnd) -> None:
+        self._ends.append((index, end))
+        self.nbytes += _SMALL_BYTES
 
     def _close(self) -> None:
-        if self._tables:
-            table = merged(self._tables)
-            nbytes = sum(one.nbytes for one in self._tables)
-            self.items.append((self._index, SampleChunk(tuple(self._offsets), (), table, nbytes)))
-            self._offsets, self._tables = [], []
+        if self._records:
+            indices, offsets, tables = zip(*self._records, strict=True)
+            nbytes = sum(table.nbytes for table in tables)
+            table = merged(list(tables), is_joined=len(set(indices)) < len(indices))
+            self._chunks.append((indices, SampleChunk(offsets, (), table, nbytes)))
+            self._records = []
 
-    def take(self) -> list[tuple[int, SampleChunk | UnitEnd]]:
+    def take(self, work_s: float, counters: tuple[float, ...]) -> ReadResult:
         self._close()
-        items, self.items, self.nbytes = self.items, [], 0
-        return items
+        result = ReadResult(self._chunks, self._ends, work_s, counters)
+        self._chunks, self._ends, self.nbytes = [], [], 0
+        return result
 
 
 class _PauseError(Exception):
@@ -255,7 +289,9 @@ class UnitsReader:
         self._transformer = Transformer(payload.transform, self.slot)
         self._transforming = threading.Lock()  # users expect one call at a time
         self._lock = threading.Lock()
-        self._first_numbers = [lane * (READS_AT_ONCE // CALLS) for lane in range(CALLS)]
+        self._threads = min(job.concurrency, READS_AT_ONCE // CALLS)
+        self._idle: list[tuple[int, Fetcher | None]] = [(self._threads * lane, None) for lane in range(CALLS)]
+        self._result_s = _FIRST_RESULT_S
         self._sent = (0.0,) * len(COUNTERS)
         self._fetchers = _Fetchers()
         self._tuner = ReadTuner(self._fetchers, self.slot, job)
@@ -265,9 +301,9 @@ class UnitsReader:
         self._reader.plan = plan
         unit_reads = [task.unit_read(time.monotonic()) for task in tasks]
         indices = {unit_read.unit.position: index for index, unit_read in enumerate(unit_reads)}
-        out, begun_s = _Outgoing(), time.monotonic()
-        due_s, beat_s = begun_s + _FIRST_RESULT_S, min(_BEAT_S, self._job.hang_timeout_s / 8)
-        with self._fetcher(len(tasks)) as (fetcher, numbers):
+        out, begun_s = Outgoing(), time.monotonic()
+        due_s, beat_s = begun_s + self._result_s, min(_BEAT_S, self._job.hang_timeout_s / 8)
+        with self._fetcher() as (fetcher, numbers):
             fetcher.submit(unit_reads)
             while len(fetcher):
                 delivery = self._next(fetcher, max(0.0, due_s - time.monotonic()) if out.nbytes else beat_s)
@@ -279,10 +315,10 @@ class UnitsReader:
                     now_s = time.monotonic()
                     is_due = out.nbytes >= RESULT_BYTES or (now_s >= due_s and out.nbytes)
                     if is_due or (delivery is None and self._is_alive(numbers, now_s)):
-                        yield ReadResult(out.take(), now_s - begun_s, self._differences())
+                        yield out.take(now_s - begun_s, self._differences())
                         begun_s = time.monotonic()
-                        due_s = begun_s + RESULT_S
-        yield ReadResult(out.take(), time.monotonic() - begun_s, self._differences())
+                        due_s, self._result_s = begun_s + RESULT_S, RESULT_S
+        yield out.take(time.monotonic() - begun_s, self._differences())
 
     def _next(self, fetcher: Fetcher, timeout_s: float) -> Delivery | None:
         """The next delivery of `fetcher`; tunes the number of reads by how long that takes."""
@@ -297,48 +333,49 @@ class UnitsReader:
         return delivery
 
     @contextmanager
-    def _fetcher(self, units: int) -> Iterator[tuple[Fetcher, range]]:
-        """A fetcher, and the numbers of its threads in the slot."""
+    def _fetcher(self) -> Iterator[tuple[Fetcher, range]]:
+        """A fetcher, of an earlier call if there is one, and the numbers of its threads in the slot."""
         with self._lock:
-            first = self._first_numbers.pop()
-        threads = min(self._job.concurrency, READS_AT_ONCE // CALLS, units)
-        numbers = range(first, first + threads)
+            first, idle = self._idle.pop()
+            fetcher = self._make_fetcher(first) if idle is None else idle
+            self._fetchers.running.append(fetcher)
+            fetcher.use(self._fetchers.threads)
+        try:
+            yield fetcher, range(first, first + self._threads)
+        finally:
+            if is_over := len(fetcher) > 0:  # the call was ended
+                fetcher.stop()
+            with self._lock:
+                self._fetchers.running.remove(fetcher)
+                self._idle.append((first, None if is_over else fetcher))
 
+    def _make_fetcher(self, first: int) -> Fetcher:
         def read(unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
             for item in self._reader.read(unit_read, first + number):
                 if isinstance(item, float):
                     raise _PauseError(item)
                 yield item
 
-        fetcher = Fetcher(read, threads, BUFFER_BYTES, lambda number: self._reader.meter.beat(first + number))
-        with self._lock:
-            self._fetchers.running.append(fetcher)
-            fetcher.use(self._fetchers.threads)
-        try:
-            yield fetcher, numbers
-        finally:
-            fetcher.stop()
-            with self._lock:
-                self._fetchers.running.remove(fetcher)
-                self._first_numbers.append(first)
+        beat = self._reader.meter.beat
+        return Fetcher(read, self._threads, BUFFER_BYTES, lambda number: beat(first + number))
 
-    def _add(self, out: _Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:
+    def _add(self, out: Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:
         """Add what was delivered to `out`, transformed and encoded; yields after each sample."""
         unit_read = delivery.unit_read
         for chunk in delivery.chunks:
             if isinstance(chunk.samples, Table):
                 travelling = replace(chunk, samples=for_travel(chunk.samples))
-                out.add(index, travelling, chunk.nbytes)
+                out.add(index, travelling)
                 yield
                 continue
             for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
                 self._add_sample(out, index, plan, unit_read.unit, (offset, key, sample))
                 yield
         if delivery.finished:
-            out.add(index, _end(unit_read, time.monotonic()), _SMALL_BYTES)
+            out.add_end(index, _end(unit_read, time.monotonic()))
 
     def _add_sample(
-        self, out: _Outgoing, index: int, plan: PassPlan, unit: Unit, item: tuple[int, str, Any]
+        self, out: Outgoing, index: int, plan: PassPlan, unit: Unit, item: tuple[int, str, Any]
     ) -> None:
         offset, key, sample = item
         outcome: Failure | Several | None = None
@@ -355,7 +392,7 @@ class UnitsReader:
                 nbytes += approximate_bytes(made)
             except BaseException as error:  # noqa: BLE001  transforms raise anything
                 outcome = Failure.of(error)
-        out.add(index, SampleChunk((offset,), (key,), (outcome,), nbytes), nbytes)
+        out.add(index, SampleChunk((offset,), (key,), (outcome,), nbytes))
 
     def _is_alive(self, numbers: range, now_s: float) -> bool:
         """True if no reading thread of `numbers` has been without a sign of life for long."""
@@ -376,7 +413,7 @@ def _end(unit_read: UnitRead, now_s: float) -> UnitEnd:
         assert stall is not None
         reason = Failure("", stall.reason, SourceUnavailableError)
         return UnitEnd(reason, error.pause_s, now_s - stall.since_s, unit_read.retries)
-    return UnitEnd(None if error is None else Failure.of(error))
+    return _READ if error is None else UnitEnd(Failure.of(error))
 
 
 def installed_version() -> str:
@@ -415,12 +452,12 @@ class ReadActor:
             self._reader = UnitsReader(job, actors)
         return os.getpid()
 
-    def read(self, plan: str, tasks: Sequence[UnitTask], limit_bytes: int) -> Iterator[ReadResult]:
-        """Read units of the pass `plan`; no object may be larger than `limit_bytes`."""
+    def read(self, plan: str, tasks: bytes, limit_bytes: int) -> Iterator[ReadResult]:
+        """Read units of the pass `plan`, pickled UnitTasks; no object may be larger than `limit_bytes`."""
         object_limit.set_cache_limit(limit_bytes)
         if self._reader is None:
             raise NotSetUpError
-        yield from self._reader.read(_parsed(plan), tasks)
+        yield from self._reader.read(_parsed(plan), pickle.loads(tasks))  # noqa: S301  of the dispatcher
 
 
 _parsed = functools.lru_cache(maxsize=4)(PassPlan.from_json)

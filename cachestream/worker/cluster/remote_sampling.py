@@ -11,6 +11,7 @@ takes much longer than others is read by another actor as well, and what comes f
 
 from __future__ import annotations
 
+import pickle
 import signal
 import statistics
 import threading
@@ -19,8 +20,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
-
-import numpy as np
 
 from cachestream.errors import SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
@@ -44,6 +43,7 @@ from cachestream.worker.cluster.read_actor import (
     UnitEnd,
     UnitTask,
     arrived,
+    chunks_of_units,
     outcome,
 )
 from cachestream.worker.cluster.remote_fetcher import RemoteFetcher
@@ -87,8 +87,7 @@ class Dispatcher:
         self._unit_s: deque[float] = deque(maxlen=_RECENT)
         self._unit_bytes = float(_UNIT_BYTES)
         self._schemas: dict[Schema, Schema] = {}
-        self._counters = np.zeros(len(COUNTERS))
-        self._counting = threading.Lock()
+        self.counters: deque[tuple[float, ...]] = deque()  # the growth of COUNTERS, of each result
         self.plan = ""
 
     def run(self) -> None:
@@ -105,12 +104,6 @@ class Dispatcher:
             self._fetcher.fail(error)
         finally:
             self._pool.close()
-
-    def take_counters(self) -> list[float]:
-        """The growth of COUNTERS since the last call."""
-        with self._counting:
-            counters, self._counters = self._counters, np.zeros(len(COUNTERS))
-        return [float(growth) for growth in counters]
 
     @property
     def group_size(self) -> int:
@@ -145,7 +138,7 @@ class Dispatcher:
         tasks = [UnitTask.of(unit_read, now_s) for unit_read in units]
         stream = actor.handle.read.options(
             num_returns="streaming", _generator_backpressure_num_objects=_IN_FLIGHT
-        ).remote(self.plan, tasks, object_limit.limit_bytes(1 << 62))
+        ).remote(self.plan, pickle.dumps(tasks), object_limit.limit_bytes(1 << 62))
         call = ActorCall(actor, stream, units, alone, now_s, now_s)
         actor.calls.append(call)
         for unit_read in units:
@@ -156,10 +149,11 @@ class Dispatcher:
 
     def _back_up(self, now_s: float) -> None:
         """Have units that take much longer than others read by another actor as well."""
-        if not self._unit_s:
+        calls = [call for call in self._calls() if now_s - call.unit_since_s >= BACKUP_S]
+        if not calls or not self._unit_s:
             return
         limit_s = max(BACKUP_S, BACKUP_FACTOR * statistics.median(self._unit_s))
-        for call in self._calls():
+        for call in calls:
             left = [u for u in call.left if len(self._reading[u]) == 1 and u not in self._deaths]
             is_due = now_s - call.unit_since_s >= limit_s
             if not left or not is_due or not self._fetcher.is_next(left[0]):
@@ -248,18 +242,16 @@ class Dispatcher:
         now_s = time.monotonic()
         call.heard_s = now_s
         call.work_s += result.work_s
-        with self._counting:
-            self._counters += result.counters
-        for index, item in result.items:
-            unit_read = call.units[index]
-            call.index = max(call.index, index)
-            if isinstance(item, SampleChunk):
-                call.bytes += item.nbytes
-                self._fetcher.put(unit_read, self._arrived(item))
-                continue
-            call.index, call.unit_since_s = index + 1, now_s
-            self._on_end(call, unit_read, item, now_s)
-        self._learn(call, sum(isinstance(item, UnitEnd) for _, item in result.items))
+        self.counters.append(result.counters)
+        for indices, chunk in result.chunks:
+            for index, part in chunks_of_units(indices, self._arrived(chunk)):
+                call.index = max(call.index, index)
+                call.bytes += part.nbytes
+                self._fetcher.put(call.units[index], part)
+        for index, end in result.ends:
+            call.index, call.unit_since_s = max(call.index, index + 1), now_s
+            self._on_end(call, call.units[index], end, now_s)
+        self._learn(call, len(result.ends))
 
     def _arrived(self, chunk: SampleChunk) -> SampleChunk:
         if not isinstance(chunk.samples, Table):
@@ -364,8 +356,9 @@ class RayEngine:
 
     def tick(self) -> None:
         """Add what the actors have counted to the counters of this process."""
-        for name, growth in zip(COUNTERS, self._dispatcher.take_counters(), strict=True):
-            self._slot[name] += growth
+        while counters := self._dispatcher.counters:
+            for name, growth in zip(COUNTERS, counters.popleft(), strict=True):
+                self._slot[name] += growth
 
     def unit_came(self) -> None:
         pass

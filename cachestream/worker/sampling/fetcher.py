@@ -140,13 +140,13 @@ class Fetcher:
         self._held = self._stopped = False
         self._threads = self._busy = 0  # threads, and those that read a unit
         self._most = self.active = threads
-        for _ in range(threads):
-            self._start_thread()
 
-    def _start_thread(self) -> None:
-        name = f"fetch-{self._threads}"
-        threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True).start()
-        self._threads += 1
+    def _start_threads(self) -> None:
+        """Start the threads that are missing: those of units put aside are needed besides."""
+        while self._threads < min(READS_AT_ONCE, self.active + len(self._aside)):
+            name = f"fetch-{self._threads}"
+            threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True).start()
+            self._threads += 1
 
     def __len__(self) -> int:
         """Units submitted and not yet delivered to their end."""
@@ -180,6 +180,7 @@ class Fetcher:
             self._order.extend(unit_reads)
             unread = [unit_read for unit_read in unit_reads if not unit_read.finished]
             self._todo.extend(unread)
+            self._start_threads()
             self._units.notify(len(unread))
 
     def put_aside(self, unit_read: UnitRead) -> bool:
@@ -195,8 +196,7 @@ class Fetcher:
                 return False
             self._order.popleft()
             self._aside.append(unit_read)
-            if self._threads < min(READS_AT_ONCE, self._most + len(self._aside)):
-                self._start_thread()
+            self._start_threads()
             self._room.notify_all()
             self._turn.notify_all()
             return True
@@ -219,6 +219,7 @@ class Fetcher:
         if threads != self.active:
             with self._lock:
                 self.active = threads
+                self._start_threads()
                 self._turn.notify_all()
                 self._units.notify_all()
 

@@ -47,7 +47,7 @@ _REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidt
 _LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: Units that go to actors are pickled several times slower with them
 class Unit:
     """One unit of a claim. All samples before the offset `first` are done.
 

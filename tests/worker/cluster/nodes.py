@@ -121,3 +121,14 @@ def reads(source: Numbers) -> int:
         return Path(source.journal).read_bytes().count(b"\n")
     except FileNotFoundError:
         return 0
+
+
+def open_files(pid: int) -> str:
+    """The open files of a process."""
+    names = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        except OSError:
+            pass
+    return "\n".join(names)

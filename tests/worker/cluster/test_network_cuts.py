@@ -170,3 +170,14 @@ def test_a_node_that_the_cluster_gives_up_joins_again_as_another_one(make_site: 
     site.wait_for_end()
     assert answers(site.caches[2]) >= 2
     assert reads(site.source) <= 1.25 * UNITS + alone
+
+
+def test_a_head_that_is_cut_off_leaves_each_cache_alone_for_a_while(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    before = [cache.num_samples for cache in site.caches]
+    site.cut(0, 35.0)
+    alone = [cache.num_samples - held for cache, held in zip(site.caches, before, strict=True)]
+    assert min(alone) > 50
+    site.wait_for_end()
+    assert min(answers(cache) for cache in site.caches[1:]) >= 2
+    assert reads(site.source) <= 1.25 * UNITS + sum(alone)

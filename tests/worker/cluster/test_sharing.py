@@ -15,7 +15,7 @@ import pytest
 from cachestream import Cache, ConfigError, WorkerError, start_worker
 from cachestream.storage.shard import shard_path
 from tests.storage.support import disk_bytes, shard_ids
-from tests.worker.cluster.nodes import Members, reads, wait_for_end
+from tests.worker.cluster.nodes import Members, open_files, reads, wait_for_end
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     Processes,
@@ -53,22 +53,11 @@ def sharing_pid(cache: Cache, processes: Processes) -> int:
         return [
             pid
             for pid in processes.called("cs-sharing")
-            if os.readlink(f"/proc/{pid}/cwd") and cache.path in _maps(pid)
+            if os.readlink(f"/proc/{pid}/cwd") and cache.path in open_files(pid)
         ]
 
     wait_until(found, "there is a process that shares")
     return found()[0]
-
-
-def _maps(pid: int) -> str:
-    """The open files of a process."""
-    names = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        except OSError:
-            pass
-    return "\n".join(names)
 
 
 def test_all_caches_hold_all_samples_and_each_unit_is_read_once(
@@ -166,6 +155,27 @@ def test_a_cache_with_another_transform_is_refused(members: Members, tmp_path: P
     assert members.caches[0].fill_state() != "failed"
 
 
+def test_a_process_that_attaches_must_want_the_same_group(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path)
+    members.start(source, replicas=2)
+    runs = "engine='local', share='group', replicas=2, exchange=0"
+    for options, wanted in (
+        ({"share": None}, "engine='local'"),
+        ({"share": "other", "replicas": 2}, "engine='local', share='other', replicas=2, exchange=0"),
+        ({"replicas": 1}, "engine='local', share='group', replicas=1, exchange=0"),
+        ({"engine": "ray", "replicas": 2}, "engine='ray', share='group', replicas=2, exchange=0"),
+    ):
+        with pytest.raises(ConfigError, match=f"with {runs}, not {wanted}; give all processes"):
+            members.restart(0, source, **options)
+    members.restart(0, source, replicas=2)
+    for worker in members.workers:
+        worker.close()
+    members.restart(0, source, share=None)  # nobody needs the first worker any more
+    assert [worker.attached for worker in members.workers] == [False, True, False]
+    with pytest.raises(ConfigError, match=f"with engine='local', not {runs};"):
+        members.restart(0, source, replicas=2)
+
+
 def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = numbers(tmp_path)
     with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:
@@ -261,7 +271,7 @@ def test_a_cache_that_was_stopped_comes_back_with_nothing_twice(
         members.start(source)
     slow = members.caches[1]
     wait_until(lambda: slow.num_samples > 20, "the second cache holds something")
-    stopped = [pid for pid in processes.pids() if slow.path in _maps(pid)]
+    stopped = [pid for pid in processes.pids() if slow.path in open_files(pid)]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:
