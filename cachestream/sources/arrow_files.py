@@ -111,6 +111,3 @@ class ArrowSource(SampleFiles):
             if isinstance(error, CacheStreamError) or classify(error) != "other":
                 raise
             raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
-
-    def __repr__(self) -> str:
-        return f"<ArrowSource {self._files.shown}, {self.num_units:,} files>"

@@ -82,9 +82,6 @@ class CacheSource(SampleFiles):
             ) from error
         return shard
 
-    def __repr__(self) -> str:
-        return f"<CacheSource {self._files.shown}, {self.num_units:,} shards>"
-
 
 def _list_shards(root: str, storage_options: Mapping[str, Any] | None) -> FileList:
     try:

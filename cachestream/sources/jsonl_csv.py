@@ -210,9 +210,6 @@ class LinesSource(SampleFiles):
     def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
         return numbered_line[1].decode(self._encoding)
 
-    def __repr__(self) -> str:
-        return f"<LinesSource {self._files.shown}, {len(self._files):,} files, {self.num_units:,} units>"
-
 
 def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of `stream` with their line ends, and the byte at which each begins."""

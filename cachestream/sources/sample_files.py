@@ -117,6 +117,11 @@ class SampleFiles:
         files = self._files
         return size_of(files.remote, files.path(index), files.where(index))
 
+    def __repr__(self) -> str:
+        files, units = len(self._files), len(self._units)
+        parts = f", {units:,} units" if units != files else ""
+        return f"<{type(self).__name__} {self._files.shown}, {files:,} files{parts}>"
+
     def _is_compressed(self, index: int) -> bool:
         """Return whether file `index` has the ending of a compressed one."""
         return self._files.key(index).lower().endswith(tuple(COMPRESSED_ENDINGS))

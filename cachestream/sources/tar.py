@@ -237,7 +237,3 @@ class TarSource(CutFiles):
             )
         samples = count * size_bytes / used_bytes
         return max(1, min(round(samples / samples_per_visit), size_bytes // BLOCK))
-
-    def __repr__(self) -> str:
-        visits = f", {self._num_parts} visits each" if self._num_parts > 1 else ""
-        return f"<TarSource {self._files.shown}, {len(self._files):,} tars{visits}>"

@@ -167,10 +167,6 @@ class TFRecordSource(CutFiles):
                 continue
             yield f"{key}#{place}", sample
 
-    def __repr__(self) -> str:
-        parts = f" in {self._num_parts} parts each" if self._num_parts > 1 else ""
-        return f"<TFRecordSource {self._files.shown}, {len(self._files):,} files{parts}>"
-
 
 # --- the format --------------------------------------------------------------------------------
 

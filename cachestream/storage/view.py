@@ -140,15 +140,15 @@ def make_view(where: object, columns: object) -> View | None:
             f"where={where!r}: give a function of a shard's columns that returns a mask, such as "
             "lambda columns: columns['label'] == 3"
         )
-    names = None if columns is None else tuple(columns) if isinstance(columns, list | tuple) else ()
-    if names is not None and (
-        not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names)
-    ):
+    if columns is None:
+        return View(where, None)
+    names = tuple(columns) if isinstance(columns, list | tuple) else ()
+    is_list = names and len(set(names)) == len(names) and all(isinstance(name, str) for name in names)
+    if not is_list or KEY_FIELD in names:
         raise ConfigError(
-            f"columns={columns!r}: give a list of fields, each once, such as ['image', 'label']"
+            f"columns={columns!r}: give a list of fields, each once, such as ['image', 'label']; keys come "
+            "with with_keys=True"
         )
-    if names is not None and KEY_FIELD in names:
-        raise ConfigError(f"columns= names {KEY_FIELD!r}: keys come with with_keys=True")
     return View(where, names)
 
 

@@ -134,11 +134,8 @@ def warn_without_weights(cache: Cache, options: LoaderOptions) -> None:
     """Warn of a loader to train with that does not weigh what the cache evicts by weight."""
     trains = options.replay is None and (options.split is None or not options.split.held_out)
     if trains and options.weights is None and cache.eviction == "least-weight":
-        logger.warning(
-            "%s evicts by weight, and this loader has no weights: shards that only it uses count as average "
-            "ones; give weights=True and call update_weights, or set cache.eviction to another policy",
-            cache.path,
-        )
+        words = "%s evicts by weight, and this loader gives none (weights=True): its shards count as average"
+        logger.warning(words, cache.path)
 
 
 def check_objects(cache: object, batch_transform: object) -> None:

@@ -185,10 +185,9 @@ def _row(given: Any, what: str, names: Sequence[str] | None = None) -> Floats:
         row = np.asarray(given, np.float64)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{wanted} ({error})") from error
-    if row.ndim != 1 or (names is not None and len(row) != len(names)):
-        raise ConfigError(wanted)
-    if not (np.isfinite(row.sum()) and (row >= 0).all() and row.any()):
-        raise ConfigError(f"{wanted}: finite, 0 or more, and not all 0")
+    is_row = row.ndim == 1 and len(row) == len(row if names is None else names)
+    if not (is_row and np.isfinite(row.sum()) and (row >= 0).all() and row.any()):
+        raise ConfigError(f"{wanted}; all are finite, 0 or more, and not all 0")
     return row
 
 

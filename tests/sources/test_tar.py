@@ -324,7 +324,7 @@ def test_a_visit_reads_its_share_and_little_more(tmp_path: Path) -> None:
     make(tmp_path / "1.tar", numbered(2000, 10_000))
     source = TarSource(tmp_path, samples_per_visit=100)
     assert 18 <= source.num_units <= 22
-    assert repr(source) == f"<TarSource {tmp_path}, 1 tars, {source.num_units} visits each>"
+    assert repr(source) == f"<TarSource {tmp_path}, 1 files, {source.num_units} units>"
     for unit in range(source.num_units):
         seen: list[int] = []
         metering.install(seen.append)
