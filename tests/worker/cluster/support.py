@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ def in_windows(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """None to four windows of a sample, of different lengths."""
     for number in range(int(sample["unit"]) % 5):
         yield {"window": sample["x"][: number + 1], "number": number}
+
+
+def with_reading_threads(_: Any) -> dict[str, int]:
+    """The number of threads that read units in this process."""
+    return {"threads": sum(thread.name.startswith("fetch-") for thread in threading.enumerate())}
 
 
 def with_killer(sample: Mapping[str, Any]) -> Any:

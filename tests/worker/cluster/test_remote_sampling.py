@@ -21,6 +21,7 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
+from cachestream.worker.cluster.read_actor import CALLS
 from tests.storage.support import disk_bytes
 from tests.worker.cluster.support import (
     Sample,
@@ -32,6 +33,7 @@ from tests.worker.cluster.support import (
     with_hanging,
     with_killer,
     with_noise,
+    with_reading_threads,
 )
 from tests.worker.sources import Mute, Named, Numbers, Ragged
 from tests.worker.support import (
@@ -136,6 +138,12 @@ def test_files_are_read_by_actors_and_counted(cache: Cache, locally: Fill, tmp_p
     assert len(expected) == 50
     assert counted.units == 50
     assert counted.fetched_bytes >= sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
+
+
+def test_an_actor_reads_all_groups_by_the_same_threads(cache: Cache) -> None:
+    fill(cache, Named(300, 1), num_workers=1, concurrency=2, transform=with_reading_threads, **OPTIONS)
+    threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
+    assert 1 <= max(threads) <= 2 * CALLS
 
 
 def test_an_actor_that_is_killed_loses_nothing(cache: Cache, cluster: Any) -> None:
