@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ def spelled_slowly(text: str) -> list[int]:
     """Tokens of a text: its bytes."""
     time.sleep(0.05)
     return list(text.encode())
+
+
+def with_reading_threads(_: Any) -> dict[str, int]:
+    """The number of threads that read units in this process."""
+    return {"threads": sum(thread.name.startswith("fetch-") for thread in threading.enumerate())}
 
 
 def with_killer(sample: Mapping[str, Any]) -> Any:

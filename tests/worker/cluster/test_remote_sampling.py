@@ -22,6 +22,7 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
+from cachestream.worker.cluster.read_actor import CALLS
 from tests.storage.support import disk_bytes
 from tests.support.plugins import forget_plugins, lay_package, lay_site
 from tests.worker.cluster.support import (
@@ -35,6 +36,7 @@ from tests.worker.cluster.support import (
     with_hanging,
     with_killer,
     with_noise,
+    with_reading_threads,
 )
 from tests.worker.sources import Mute, Named, Numbers, Ragged
 from tests.worker.support import (
@@ -209,6 +211,12 @@ def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path
     fill(cache, source, num_workers=1, seed=7, **OPTIONS)
     assert (samples_of(cache), failures(cache)) == (expected := locally(source, seed=7))
     assert len(expected[0]) == 9
+
+
+def test_an_actor_reads_all_groups_by_the_same_threads(cache: Cache) -> None:
+    fill(cache, Named(300, 1), num_workers=1, concurrency=2, transform=with_reading_threads, **OPTIONS)
+    threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
+    assert 1 <= max(threads) <= 2 * CALLS
 
 
 def test_an_actor_that_is_killed_loses_nothing(cache: Cache, cluster: Any) -> None:
