@@ -23,7 +23,13 @@ from typing import Any, Final
 
 __all__ = ["fork_process", "fork_script", "run_forked", "start_server"]
 
-PRELOADED: Final = ["torch", "torch.distributed", "cachestream.cli.app", "cachestream.training.loader"]
+PRELOADED: Final = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # which every optimizer loads at its first step
+    "cachestream.cli.app",
+    "cachestream.training.loader",
+]
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 
 
