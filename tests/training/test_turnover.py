@@ -7,8 +7,6 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,6 +17,8 @@ import numpy as np
 import pytest
 
 import cachestream as cs
+from tests.support.forked import fork_process
+from tests.training.scripts import turning
 from tests.training.scripts.ports import free_port
 from tests.worker.support import DEADLINE_S, wait_until
 
@@ -27,7 +27,6 @@ SAMPLE_BYTES: Final = 4000
 LIMIT_BYTES: Final = 3_000_000
 BATCH: Final = 32
 TURNOVER: Final = 0.25
-ROOT: Final = Path(__file__).parents[2]
 
 
 class Numbered:
@@ -50,7 +49,7 @@ def train(cache: cs.Cache, loader: cs.EpochLoader, seen: set[int]) -> None:
     for batch in loader:
         seen.update(batch["n"].tolist())
         while cache.status().epoch_waits == waits and time.monotonic() < until_s:
-            time.sleep(0.01)
+            time.sleep(0.05)
 
 
 def train_until_killed(path: str) -> None:
@@ -126,6 +125,7 @@ def test_a_trainer_that_was_killed_holds_up_nobody(cache: cs.Cache) -> None:
     assert cache.status().evicted_unused_samples == 0
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_see_all_of_the_remote_together_from_one_cache_or_one_each(
     tmp_path: Path, nodes: int
@@ -141,15 +141,21 @@ def test_two_ranks_see_all_of_the_remote_together_from_one_cache_or_one_each(
         wait_until(lambda: all(cache.fill_state() == "full" for cache in caches), "the caches are full")
         held = min(cache.num_samples for cache in caches)
         most = math.ceil(REMOTE / nodes / (TURNOVER * held)) + 2
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-        script = ["--module", "tests.training.scripts.turning", str(tmp_path), str(most)]
-        subprocess.run(
-            [*command, f"--master-port={free_port()}", *script, *(str(cache.path) for cache in caches)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-            timeout=300,
-        )
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        arguments = (tmp_path, most, *(cache.path for cache in caches))
+        ranks = [
+            fork_process(
+                turning.main,
+                arguments,
+                environment={**job, "RANK": str(rank)},
+                output=tmp_path / f"rank {rank}",
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.join(2 * DEADLINE_S)
+            rank.kill()
+        assert [rank.exitcode for rank in ranks] == [0, 0], (tmp_path / "rank 0.stderr").read_text()
         assert [cache.status().evicted_unused_samples for cache in caches] == [0] * nodes
     first, second = (set(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(2))
     # Ranks have equally many batches: an epoch leaves out what one cache holds beyond another.

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import cachestream as cs
@@ -20,6 +21,7 @@ BATCH = 32
 
 def main() -> None:
     out, epochs, paths = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), set[int]()
     with cs.Cache(paths[rank % len(paths)]) as cache:
@@ -29,7 +31,7 @@ def main() -> None:
                 for batch in loader:
                     seen.update(batch["n"].tolist())
                     while cache.status().epoch_waits == waits and time.monotonic() < until_s:
-                        time.sleep(0.01)
+                        time.sleep(0.05)
                 dist.barrier()
         (out / f"{rank}.json").write_text(json.dumps(sorted(seen)))
     dist.destroy_process_group()

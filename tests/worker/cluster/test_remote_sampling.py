@@ -106,7 +106,6 @@ def actor_pids(cluster: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("source", "transform"),
     [
-        (Named(40, 5), None),
         (Named(40, 5), with_noise),
         (Named(200, 2), with_faults),
         (Named(40, 5), in_windows),
@@ -114,7 +113,7 @@ def actor_pids(cluster: Any) -> list[int]:
         (Ragged(30, 3), None),
         (Numbers(3, 4, 3_000_000), None),
     ],
-    ids=["numbers", "noise", "faults", "windows", "tables", "ragged", "large"],
+    ids=["noise", "faults", "windows", "tables", "ragged", "large"],
 )
 def test_the_samples_are_those_of_a_local_worker(
     cache: Cache, locally: Fill, source: Any, transform: Any
