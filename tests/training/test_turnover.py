@@ -13,13 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 import cachestream as cs
 from tests.support.forked import fork_process
 from tests.training.scripts import turning
 from tests.training.scripts.ports import free_port
+from tests.training.sources import Single
 from tests.worker.support import DEADLINE_S, wait_until
 
 REMOTE: Final = 1200
@@ -27,16 +27,7 @@ SAMPLE_BYTES: Final = 4000
 LIMIT_BYTES: Final = 3_000_000
 BATCH: Final = 32
 TURNOVER: Final = 0.25
-
-
-class Numbered:
-    """Samples that hold their own number."""
-
-    fingerprint = "numbered"
-    num_units = REMOTE
-
-    def read(self, unit: int, _rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield str(unit), {"x": np.full(SAMPLE_BYTES, unit % 256, np.uint8), "n": np.int64(unit)}
+SOURCE: Final = Single(REMOTE, SAMPLE_BYTES)
 
 
 def oldest_first(rows: Sequence[Any]) -> list[int]:
@@ -68,7 +59,7 @@ def cache(tmp_path: Path) -> Iterator[cs.Cache]:
 def epochs_until_all_is_seen(cache: cs.Cache, trainers: int = 1) -> tuple[int, int]:
     """The epochs after which all of the remote was in one, and the most that turnover should take."""
     seen: set[int] = set()
-    with cs.start_worker(cache, Numbered(), num_workers=2):
+    with cs.start_worker(cache, SOURCE, num_workers=2):
         wait_until(lambda: cache.fill_state() == "full", "the cache is full")
         most = math.ceil(REMOTE / (TURNOVER * cache.num_samples)) + 2
         options: dict[str, Any] = {"turnover": TURNOVER, "min_samples": BATCH, "drop_last": False}
@@ -111,7 +102,7 @@ def test_two_trainers_of_one_cache_see_all_of_the_remote_together(cache: cs.Cach
 
 @pytest.mark.usefixtures("forked")
 def test_a_trainer_that_was_killed_holds_up_nobody(cache: cs.Cache) -> None:
-    with cs.start_worker(cache, Numbered(), num_workers=1):
+    with cs.start_worker(cache, SOURCE, num_workers=1):
         cache.wait(10 * BATCH, DEADLINE_S)
         trainer = multiprocessing.get_context("forkserver").Process(
             target=train_until_killed, args=(cache.path,)
@@ -137,7 +128,7 @@ def test_two_ranks_see_all_of_the_remote_together_from_one_cache_or_one_each(
         ]
         for node, cache in enumerate(caches):
             partition = f"{node}/{nodes}" if nodes > 1 else None
-            stack.enter_context(cs.start_worker(cache, Numbered(), num_workers=1, partition=partition))
+            stack.enter_context(cs.start_worker(cache, SOURCE, num_workers=1, partition=partition))
         wait_until(lambda: all(cache.fill_state() == "full" for cache in caches), "the caches are full")
         held = min(cache.num_samples for cache in caches)
         most = math.ceil(REMOTE / nodes / (TURNOVER * held)) + 2
