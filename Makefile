@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 # The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
 WORKERS     ?= 4
+# All tests of a file run in one process: what is dear to set up (a cluster, wheels, a framework) is so once. The files
+# that take longest come first (tests/conftest.py), not those with the most tests.
+SPREAD      := --dist loadfile --no-loadscope-reorder
 # Tests and benchmarks start thousands of processes, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 DEMO_ARGS   ?=
@@ -51,7 +54,7 @@ docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:80
 	$(MKDOCS) serve
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
-	$(BIN)/python -m pytest -n $(WORKERS) --reruns 1 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 $(PYTEST_ARGS)
 
 soak: $(VENV)/.ready-dev  ## the tests that take minutes, more examples of all others, and planted faults
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o faulthandler_timeout=7300 $(PYTEST_ARGS)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from matplotlib.figure import Figure
 
 import cachestream as cs
 from benchmarks.measure import emit, scratch
@@ -68,6 +67,8 @@ def trained_share(ratio: float) -> float:
 def draw(figures: Mapping[str, float]) -> None:
     """Draw what `main` emits, for the guide."""
     shares = [100 * figures[_name(ratio)] for ratio in RATIOS]
+    from matplotlib.figure import Figure  # takes a second to load, and the page needs the rest alone
+
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.semilogx(RATIOS, shares, "o-", color="#0072B2")

@@ -60,7 +60,7 @@ network = nn.Sequential(
 )
 optimizer = torch.optim.Adam(network.parameters(), 1e-2)
 with cs.stream(source, "mix-demo", "100MB", batch_size=32, epoch_size=1024, with_keys=True) as loader:
-    for epoch in range(6):
+    for epoch in range(5):
         origins: Counter[str] = Counter()
         for batch in loader:  # {"wave": float32 [32, 128], "kind": int64 [32], "__key__": 32 texts}
             loss = nn.functional.cross_entropy(network(batch["wave"][:, None]), batch["kind"])

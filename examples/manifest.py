@@ -22,11 +22,11 @@ import cachestream as cs
 
 
 def make_list(folder: Path) -> str:
-    """1,500 pictures of discs and squares in more and less noise, and the list of them."""
+    """1,000 pictures of discs and squares in more and less noise, and the list of them."""
     rng = np.random.default_rng(0)
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     lines = ["path,shape,noise"]
-    for number in range(1500):
+    for number in range(1000):
         y, x = np.abs(np.mgrid[:24, :24] - rng.uniform(8, 16, (2, 1, 1)))
         shape, noise = ("disc", "square")[number % 2], rng.random()
         inside = x**2 + y**2 < 40 if shape == "disc" else np.maximum(x, y) < 5.6
@@ -64,7 +64,7 @@ network = nn.Sequential(
     nn.Linear(64, len(source.label_names)),
 )
 optimizer = torch.optim.Adam(network.parameters(), 3e-3)
-limit = None if len(sys.argv) > 2 else "300KB/s"
+limit = None if len(sys.argv) > 2 else "200KB/s"
 loader = cs.stream(
     source,
     cache,
@@ -72,7 +72,7 @@ loader = cs.stream(
     order=clear_first,
     bandwidth_limit=limit,
     batch_size=32,
-    epoch_size=1024,
+    epoch_size=768,
     with_keys=True,
 )
 for epoch in range(5):

@@ -33,14 +33,14 @@ def picture(shape: int, rng: np.random.Generator) -> bytes:
 
 
 def make_tables(folder: Path) -> tuple[str, str]:
-    """Four tables to train on and one that is held out, 400 pictures each, in row groups of 100."""
+    """Four tables to train on and one that is held out, 240 pictures each, in row groups of 60."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(("train-0", "train-1", "train-2", "train-3", "test-0")):
         rng = np.random.default_rng(number)
-        labels = rng.integers(0, 3, 400)
+        labels = rng.integers(0, 3, 240)
         images = [{"bytes": picture(label, rng), "path": None} for label in labels]
-        rows = {"image": images, "label": labels, "unused": [b"not fetched" * 100] * 400}
-        pq.write_table(pa.table(rows), folder / f"{name}.parquet", row_group_size=100)
+        rows = {"image": images, "label": labels, "unused": [b"not fetched" * 100] * 240}
+        pq.write_table(pa.table(rows), folder / f"{name}.parquet", row_group_size=60)
     return str(folder / "train-*.parquet"), str(folder / "test-*.parquet")
 
 
@@ -62,7 +62,7 @@ network = nn.Sequential(
 optimizer = torch.optim.Adam(network.parameters(), 3e-3)
 options: dict[str, Any] = {"columns": ["image", "label"], "resize": (28, 28)}
 with cs.stream(
-    train, cache, "1GB", batch_size=32, epoch_size=1600, min_samples=200, num_workers=2, **options
+    train, cache, "1GB", batch_size=32, epoch_size=960, min_samples=200, num_workers=2, **options
 ) as loader:
     for epoch in range(3):
         losses = []

@@ -27,7 +27,7 @@ def make_files(folder: Path) -> tuple[str, str]:
     for number, name in enumerate((*(f"train-{i}" for i in range(8)), "test-0")):
         rng = np.random.default_rng(number)
         writer = TFRecordWriter(str(folder / f"{name}.tfrecord"))
-        for pitch_hz in rng.uniform(200, 1200, 250):
+        for pitch_hz in rng.uniform(200, 1200, 160):
             turns = pitch_hz * np.arange(LENGTH) / RATE_HZ + rng.random((2, 1))
             wave = np.sin(2 * np.pi * turns) + rng.normal(0, 0.5, (2, LENGTH))
             writer.write(
@@ -51,7 +51,7 @@ features = {"wave": (2, LENGTH), "pitch_hz": "scalar"}
 network = nn.Sequential(nn.Linear(LENGTH // 2 + 1, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.Adam(network.parameters(), 3e-3)
 with cs.stream(
-    train, cache, "1GB", features=features, batch_size=32, epoch_size=2048, batch_transform=to_spectrum
+    train, cache, "1GB", features=features, batch_size=32, epoch_size=1280, batch_transform=to_spectrum
 ) as loader:
     for epoch in range(6):
         losses = []

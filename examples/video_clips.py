@@ -69,7 +69,7 @@ def scores(video: torch.Tensor) -> torch.Tensor:
 
 optimizer = torch.optim.Adam(network.parameters(), 5e-3)
 source = cs.open_source(train, **options)  # a plug-in's own options are those of open_source
-with cs.stream(source, cache, "1GB", batch_size=32, epoch_size=800, min_samples=100, num_workers=2) as loader:
+with cs.stream(source, cache, "1GB", batch_size=32, epoch_size=576, min_samples=100, num_workers=2) as loader:
     for epoch in range(3):
         losses = []
         for (

@@ -31,14 +31,26 @@ WIND_DOWN_S: Final = 30.0
 # Threads that live as long as the interpreter, whoever starts them first.
 LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_dummy")
 LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")
-# One of these begun last leaves the other processes of a run with nothing to do for a minute or two.
+# The files that take longest: one begun last would leave the other processes of a run with nothing to do.
 LONGEST: Final = (
-    "test_kills.py",
-    "test_demo.py",
-    "test_frameworks.py",
-    "test_torchtitan.py",
-    "test_ddp_matrix.py",
+    "test_sharing.py",
+    "test_remote_sampling.py",
+    "test_dashboard.py",
+    "test_sources.py",
+    "test_lister_folders.py",
+    "test_lister_pages.py",
+    "test_worker_recovery.py",
+    "test_worker_failures.py",
     "test_worker_stalls.py",
+    "test_s3_listing.py",
+    "test_files_remote.py",
+    "test_torchtitan.py",
+    "test_frameworks.py",
+    "test_parquet.py",
+    "test_kills.py",
+    "test_ddp_matrix.py",
+    "test_demo.py",
+    "test_cookbook.py",
 )
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 MAX_RERUNS: Final = 3  # docs/decisions/0015
@@ -46,7 +58,7 @@ MAX_RERUNS: Final = 3  # docs/decisions/0015
 
 @pytest.hookimpl(trylast=True)  # after they were put in random order
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final
@@ -60,6 +61,7 @@ class Import:
         return f"cachestream/{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
 
 
+@cache
 def _modules() -> dict[str, ast.Module]:
     """Module name below the package ("" for the package itself) to syntax tree."""
     found = {}
@@ -96,11 +98,19 @@ def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
     yield from visit(tree, True, False)
 
 
-MODULES: Final = _modules()
-IMPORTS: Final = [found for name, tree in MODULES.items() for found in _imports(name, tree)]
-INTERNAL: Final = [
-    found for found in IMPORTS if found.module and found.target.removeprefix("cachestream.") in MODULES
-]
+@cache
+def _all_imports() -> list[Import]:
+    return [found for name, tree in _modules().items() for found in _imports(name, tree)]
+
+
+@cache
+def _internal_imports() -> list[Import]:
+    modules = _modules()
+    return [
+        found
+        for found in _all_imports()
+        if found.module and found.target.removeprefix("cachestream.") in modules
+    ]
 
 
 def _names(target: str, what: str) -> bool:
@@ -109,7 +119,7 @@ def _names(target: str, what: str) -> bool:
 
 def test_every_layer_imports_only_the_layers_below_it() -> None:
     wrong = []
-    for found in INTERNAL:
+    for found in _internal_imports():
         layer = found.module.split(".")[0]
         target = found.target.removeprefix("cachestream.").split(".")[0]
         allowed = not found.at_run_time and (found.module, target) in TYPES_FROM_ABOVE
@@ -120,13 +130,13 @@ def test_every_layer_imports_only_the_layers_below_it() -> None:
 
 def test_only_the_lazy_package_imports_the_integrations() -> None:
     """They stand on top, so that nothing needs a framework to be there."""
-    wrong = [found for found in INTERNAL if _names(found.target, "cachestream.integrations")]
+    wrong = [found for found in _internal_imports() if _names(found.target, "cachestream.integrations")]
     assert not [str(found) for found in wrong if not _names(found.module, "integrations")]
 
 
 def test_modules_do_not_import_one_another_in_a_circle() -> None:
-    graph: dict[str, set[str]] = {name: set() for name in MODULES}
-    for found in INTERNAL:
+    graph: dict[str, set[str]] = {name: set() for name in _modules()}
+    for found in _internal_imports():
         if found.at_run_time:
             graph[found.module].add(found.target.removeprefix("cachestream."))
     try:
@@ -136,13 +146,13 @@ def test_modules_do_not_import_one_another_in_a_circle() -> None:
 
 
 def test_no_function_imports_a_module_of_this_package() -> None:
-    assert not [str(found) for found in INTERNAL if found.in_function]
+    assert not [str(found) for found in _internal_imports() if found.in_function]
 
 
 def test_only_modules_with_a_recorded_reason_import_the_package_itself() -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in _all_imports()
         if found.target == "cachestream" and not found.module.startswith(MAY_IMPORT_THE_PACKAGE)
     ]
     assert not wrong
@@ -152,7 +162,7 @@ def test_only_modules_with_a_recorded_reason_import_the_package_itself() -> None
 def test_a_library_is_imported_only_where_it_belongs(what: str) -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in _all_imports()
         if _names(found.target, what)
         and found.at_run_time
         and not any(_names(found.module, allowed) for allowed in ONLY[what])
@@ -163,7 +173,7 @@ def test_a_library_is_imported_only_where_it_belongs(what: str) -> None:
 def test_only_the_command_line_reads_the_environment() -> None:
     """And what knows the job: torchrun tells nowhere else whether it starts ranks again."""
     wrong = []
-    for name, tree in MODULES.items():
+    for name, tree in _modules().items():
         if name in {"cli.app", "training.ranks"}:
             continue
         for node in ast.walk(tree):
@@ -180,7 +190,7 @@ def test_only_the_command_line_reads_the_environment() -> None:
 def test_storage_is_the_only_door_to_the_catalogue() -> None:
     """Others get typed values: no transaction, no statement and no key of a table stands outside it."""
     wrong = []
-    for name, tree in MODULES.items():
+    for name, tree in _modules().items():
         if _names(name, "storage"):
             continue
         for node in ast.walk(tree):
@@ -197,7 +207,7 @@ def test_storage_is_the_only_door_to_the_catalogue() -> None:
 
 def test_the_map_of_layers_names_what_exists() -> None:
     """A folder that is renamed would otherwise fall out of the rules above."""
-    parts = {name.split(".")[0] for name in MODULES if name}
+    parts = {name.split(".")[0] for name in _modules() if name}
     assert set(BELOW) <= parts
 
 

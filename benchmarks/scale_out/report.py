@@ -7,13 +7,13 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Final
 
 from benchmarks.scale_out.cluster import simulate
 from benchmarks.scale_out.values import ALL, FIT, Arrangement, Calibration, Outcome, Setup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["ARRANGEMENTS", "SETUP", "SIZES", "calibration_of", "check", "figures_of", "table", "write_guide"]
 
@@ -159,6 +159,8 @@ def draw(figures: Mapping[str, float]) -> None:
 
 def _draw(figures: Mapping[str, float], panels: Mapping[str, str], path: Path) -> None:
     rows = len(panels) // 2
+    from matplotlib.figure import Figure  # takes a second to load
+
     figure = Figure(figsize=(10, 3.2 * rows + 0.5), layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False)
     for axes, (column, title) in zip(grid.flat, panels.items(), strict=True):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
-from cachestream.dashboard.page import head_html
 from cachestream.dashboard.readings import (
     Activity,
     Freshness,
@@ -79,6 +78,8 @@ def test_rates_are_of_what_lived_through_both_looks(status: CacheStatus) -> None
 
 
 def test_what_the_page_says_is_escaped(status: CacheStatus) -> None:
+    from cachestream.dashboard.page import head_html  # loads Bokeh
+
     text = head_html(replace(reading(status, fill_message="<b>"), path="/<script>"))
     assert "<script>" not in text
     assert "<b>" not in text

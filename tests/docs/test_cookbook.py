@@ -108,7 +108,8 @@ def test_what_a_container_mounts_is_a_volume_of_its_pod(manifest: Any) -> None:
 def test_the_page_of_a_framework_leads_to_an_example_that_the_tests_run(page: str, example: str) -> None:
     assert f"](../../examples/{example}.py)" in (COOKBOOK / page).read_text(encoding="utf-8")
     tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "examples").glob("test_*.py")]
-    assert any(f'run("{example}", ' in text or f'EXAMPLE: Final = "{example}"' in text for text in tests)
+    ways = (f'run("{example}", ', f'EXAMPLE: Final = "{example}"', f'EXAMPLES / "{example}.py"')
+    assert any(way in text for text in tests for way in ways)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -20,8 +19,7 @@ from PIL import Image
 from torch.distributed import run as torchrun
 
 from cachestream import Cache
-from tests.support.forked import run_forked
-from tests.training.scripts.ports import free_port
+from tests.support.forked import fork_ranks, run_forked
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = ROOT / "examples"
@@ -122,8 +120,16 @@ def test_the_example_for_lightning_goes_on_where_it_was(remote: Path, run: Run, 
     assert cached(tmp_path / "cache" / "train") == 128
 
 
-def test_the_example_for_accelerate_trains_two_processes(remote: Path, run: Run, tmp_path: Path) -> None:
-    printed = run("accelerate_loop", remote / "train", "cache", "--epochs", "3", torchrun_options=TWO_RANKS)
+@pytest.mark.usefixtures("forked")
+def test_the_example_for_accelerate_trains_two_processes(remote: Path, tmp_path: Path) -> None:
+    options = (remote / "train", "cache", "--epochs", "3")
+    printed = fork_ranks(
+        EXAMPLES / "accelerate_loop.py",
+        *(options, options),
+        cwd=tmp_path,
+        environment={"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""},
+        timeout_s=300,
+    )
     assert [number for number, _ in epochs(printed)] == [0, 1, 2]
     assert all(
         1 <= count <= 2 for _, count in epochs(printed)
@@ -171,18 +177,13 @@ def test_the_trials_of_a_sweep_read_each_sample_once_for_all(run: Run, tmp_path:
     assert all(cached(tmp_path / "sweep" / str(trial)) == 800 for trial in range(4))
 
 
-def test_the_second_of_two_hosts_fills_its_cache_from_that_of_the_first(run: Run, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked")
+def test_the_second_of_two_hosts_fills_its_cache_from_that_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "waves").mkdir()
     for number in range(128):
         np.save(tmp_path / "waves" / f"{number:03d}.npy", np.full(256, number, np.float32))
-    ranks = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
-    options = (*ranks, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
-    with ThreadPoolExecutor() as threads:
-        hosts = [
-            threads.submit(run, "two_hosts", *arguments, "--epochs", "1", torchrun_options=options)
-            for arguments in (("waves", "host-0"), ("host-0", "host-1", "--from-cache"))
-        ]
-        printed = "".join(host.result(timeout=300) for host in hosts)
+    hosts = (("waves", "host-0", "--epochs", "1"), ("host-0", "host-1", "--from-cache", "--epochs", "1"))
+    printed = fork_ranks(EXAMPLES / "two_hosts.py", *hosts, cwd=tmp_path, timeout_s=300)
     assert "host-0: 128 samples" in printed
     assert "host-1: 128 samples" in printed
 

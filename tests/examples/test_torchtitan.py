@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 import pytest
-from torch.distributed import run as torchrun
 
 import cachestream as cs
+from tests.support import titan_on_cpu
 from tests.support.forked import run_forked
 
 ROOT: Final = Path(__file__).parents[2]
@@ -29,10 +29,8 @@ pytestmark = [
 def train(folder: Path, outputs: str, *options: str) -> tuple[int, dict[int, str], str]:
     """The exit status, the loss of each step that rank 0 has logged, and all that was printed."""
     done = run_forked(
-        torchrun.main,
+        titan_on_cpu.main,
         (
-            *("--standalone", "--nproc-per-node=2"),
-            *("--local-ranks-filter=0", ROOT / "tests" / "support" / "titan_on_cpu.py"),
             *("--experimental.custom_import", EXAMPLE, "--job.custom_config_module", EXAMPLE),
             *("--model.name", "llama3_cached", "--model.flavor", "debugmodel"),
             *("--training.dataset_path", str(folder / "*.npy"), "--cached.folder", str(folder / "cache")),

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from cachestream.demo.data import PLACES, make_remote
-from tests.support.forked import fork_script, run_forked
+from tests.support.forked import fork_ranks, fork_script, run_forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,19 +52,18 @@ def test_the_example_of_a_long_tail_compares_what_two_policies_keep() -> None:
 def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     make_remote(tmp_path / "images", 2 * PLACES, PLACES)
 
-    def epochs(count: int) -> str:
-        example = (ROOT / "examples" / "train_ddp.py", tmp_path / "images", tmp_path / "cache")
-        result = run_forked(
-            torchrun.main,
-            ("--standalone", "--nproc-per-node=2", *example, "--epochs", count, "--size-limit", "20MB"),
-            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            timeout_s=300,
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    assert epochs(2).count("right") == 2
-    assert epochs(3).startswith("epoch 2: 270 samples")
+    example = ROOT / "examples" / "train_ddp.py"
+    options = (tmp_path / "images", tmp_path / "cache", "--size-limit", "20MB", "--epochs")
+    first = fork_ranks(example, (*options, 2), (*options, 2), cwd=ROOT, timeout_s=300)
+    assert first.count("right") == 2
+    again = run_forked(
+        torchrun.main,
+        ("--standalone", "--nproc-per-node=2", example, *options, 3),
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
+    )
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("epoch 2: 270 samples")
 
 
 @pytest.mark.usefixtures("forked")

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DataLoaderConfiguration
-from transformers import TrainingArguments
 
 from cachestream import ConfigError, EpochLoader, metrics
 from cachestream.integrations.accelerate import prepare_loader
-from cachestream.integrations.transformers import CacheCallback, CacheTrainer
 from cachestream.storage.locks import lock_file
 from tests.support.caches import add_shard, numbered, set_fill_state
+from tests.support.later import Later
 from tests.training.conftest import NewCache
+
+if TYPE_CHECKING:
+    import accelerate
+    import transformers
+
+    from cachestream.integrations import transformers as integration
+else:
+    accelerate, transformers = Later("accelerate"), Later("transformers")
+    integration = Later("cachestream.integrations.transformers")
 
 
 @pytest.fixture(autouse=True)
 def _accelerate_begins_anew() -> Iterator[None]:
     """It keeps what it knows in class attributes."""
     yield
-    for state in (AcceleratorState, GradientState, PartialState):
+    states = accelerate.state
+    for state in (states.AcceleratorState, states.GradientState, states.PartialState):
         state._reset_state()
 
 
 def test_prepare_leaves_a_loader_alone_with_its_length_and_its_epochs(new_cache: NewCache) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     with EpochLoader(new_cache(2, 8), 4) as loader:
         assert accelerator.prepare(loader) is loader
         mine = prepare_loader(accelerator, loader)
@@ -45,7 +51,7 @@ def test_prepare_leaves_a_loader_alone_with_its_length_and_its_epochs(new_cache:
 def test_gradients_are_taken_at_the_end_of_every_epoch_and_gather_leaves_nothing_out(
     new_cache: NewCache,
 ) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = torch.nn.Linear(5, 1)
     with EpochLoader(new_cache(2, 9), 4, drop_last=False) as loader:
         model, optimiser, batches = accelerator.prepare(
@@ -68,7 +74,7 @@ def test_a_state_saved_by_accelerate_goes_on_at_the_exact_next_batch(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(3, 8)
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     with EpochLoader(cache, 4) as loader:
         mine = prepare_loader(accelerator, loader)
         steps = [batch["number"].tolist() for batch in mine]
@@ -76,7 +82,7 @@ def test_a_state_saved_by_accelerate_goes_on_at_the_exact_next_batch(
             steps.append(batch["number"].tolist())
             if number == 2:
                 accelerator.save_state(str(tmp_path / "saved"))
-    again = Accelerator(cpu=True)
+    again = accelerate.Accelerator(cpu=True)
     with EpochLoader(cache, 4) as loader:
         resumed = prepare_loader(again, loader)
         again.load_state(str(tmp_path / "saved"))
@@ -87,13 +93,15 @@ def test_a_state_saved_by_accelerate_goes_on_at_the_exact_next_batch(
 def test_what_would_skip_or_split_batches_behind_the_loader_is_refused_in_a_sentence(
     new_cache: NewCache,
 ) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     with EpochLoader(new_cache(2, 8), 4) as loader:
         for batches in (loader, prepare_loader(accelerator, loader)):
             with pytest.raises(AttributeError, match=r"skip_first_batches\).* load_state_dict\(\) go on at"):
                 accelerator.skip_first_batches(batches, 2)
             assert not hasattr(batches, "sampler")
-        splitting = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+        splitting = accelerate.Accelerator(
+            cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True)
+        )
         with pytest.raises(ConfigError, match="split_batches and dispatch_batches would have no effect"):
             prepare_loader(splitting, loader)
 
@@ -112,7 +120,7 @@ class Model(torch.nn.Module):
         return {"loss": self.layer(x).mean()}
 
 
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
+def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -123,7 +131,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "save_strategy": "no",
         "logging_strategy": "no",
     }
-    return TrainingArguments(**settings | options)
+    return transformers.TrainingArguments(**settings | options)
 
 
 def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
@@ -132,7 +140,7 @@ def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
     cache = new_cache(2, 8)
     model = Model()
     with EpochLoader(cache, 4, epoch_size=24, prefetch=1) as loader:
-        trainer = CacheTrainer(model, arguments(tmp_path), train_loader=loader)
+        trainer = integration.CacheTrainer(model, arguments(tmp_path), train_loader=loader)
         trainer.callback_handler.on_epoch_end = _then(  # type: ignore[method-assign]
             trainer.callback_handler.on_epoch_end, lambda: add_shard(cache, numbered(1000, 8))
         )
@@ -153,9 +161,9 @@ def test_arguments_of_the_trainer_that_it_cannot_hear_are_refused(
             ({"auto_find_batch_size": True}, "auto_find_batch_size would have no effect"),
         ):
             with pytest.raises(ConfigError, match=told):
-                CacheTrainer(Model(), arguments(tmp_path, **options), train_loader=loader)
+                integration.CacheTrainer(Model(), arguments(tmp_path, **options), train_loader=loader)
         with pytest.raises(ConfigError, match="give one of them"):
-            CacheTrainer(Model(), arguments(tmp_path), train_loader=loader, train_dataset=[1])
+            integration.CacheTrainer(Model(), arguments(tmp_path), train_loader=loader, train_dataset=[1])
 
 
 def _then(first: Any, second: Any) -> Any:
@@ -171,16 +179,16 @@ def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, 
     whole, rest = Model(), Model()
     saving = arguments(tmp_path, save_strategy="steps", save_steps=8)
     with EpochLoader(cache, 4, epoch_size=24) as loader:
-        CacheTrainer(whole, saving, train_loader=loader).train()
+        integration.CacheTrainer(whole, saving, train_loader=loader).train()
     with EpochLoader(cache, 4, epoch_size=24) as loader:
-        trainer = CacheTrainer(rest, arguments(tmp_path), train_loader=loader)
+        trainer = integration.CacheTrainer(rest, arguments(tmp_path), train_loader=loader)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
         assert trainer.state.global_step == 18
     assert len(whole.steps) == 18
     assert rest.steps == whole.steps[8:]
     (tmp_path / "checkpoint-8" / "cachestream.json").unlink()
     with EpochLoader(cache, 4, epoch_size=24) as loader:
-        trainer = CacheTrainer(Model(), arguments(tmp_path), train_loader=loader)
+        trainer = integration.CacheTrainer(Model(), arguments(tmp_path), train_loader=loader)
         with pytest.raises(ConfigError, match="saved without cachestream's CacheCallback"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
@@ -190,8 +198,8 @@ def test_the_trainer_warns_when_growing_epochs_have_no_fixed_size(
 ) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4) as loader:
-        trainer = CacheTrainer(Model(), arguments(tmp_path, max_steps=2), train_loader=loader)
-        told = CacheCallback(loader)
+        trainer = integration.CacheTrainer(Model(), arguments(tmp_path, max_steps=2), train_loader=loader)
+        told = integration.CacheCallback(loader)
         told.on_train_begin(trainer.args, trainer.state, trainer.control)  # complete: nothing to say
         set_fill_state(cache, "filling")
         lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=60)

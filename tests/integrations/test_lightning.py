@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
 
 from cachestream import Cache, EpochLoader
-from cachestream.integrations.lightning import CacheCallback, CacheDataModule, MetricsCallback
 from tests.support.caches import add_shard, numbered
+from tests.support.later import Later
 from tests.training.conftest import NewCache
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from cachestream.integrations import lightning as integration
+    from tests.integrations import lightning_model as models
+else:
+    pl = Later("lightning.pytorch")
+    integration = Later("cachestream.integrations.lightning")
+    models = Later("tests.integrations.lightning_model")
 
 pytestmark = [
     # Lightning's own: how many cores there are, that a progress bar is off, and what torch deprecates.
@@ -25,41 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Model(pl.LightningModule):
-    """Notes the numbers of the samples it is given, an epoch at a time."""
-
-    def __init__(self, at_epoch_end: Callable[[int], None] | None = None) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(5))
-        self.epochs: list[list[list[int]]] = []
-        self.validated_after: list[int] = []
-        self.bars: list[float] = []
-        self.at_epoch_end = at_epoch_end
-
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
-        self.bars.append(self.trainer.num_training_batches)
-
-    def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
-        if not self.epochs:  # resumed in the midst of an epoch
-            self.epochs.append([])
-        self.epochs[-1].append(batch["number"].tolist())
-        loss: torch.Tensor = ((batch["x"] @ self.weight) - 1).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["x"]))
-        return loss
-
-    def validation_step(self, batch: dict[str, Any], index: int) -> None:
-        if index == 0:
-            self.validated_after.append(sum(len(epoch) for epoch in self.epochs))
-
-    def on_train_epoch_end(self) -> None:
-        if self.at_epoch_end:
-            self.at_epoch_end(self.current_epoch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
 def trainer(folder: Path, **options: Any) -> pl.Trainer:
@@ -96,7 +68,7 @@ def test_a_plain_fit_takes_the_whole_of_every_epoch_of_a_growing_cache(
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that watches the bars
     cache = new_cache(2, 8)
 
-    class Bar(TQDMProgressBar):
+    class Bar(pl.callbacks.TQDMProgressBar):
         totals: list[int]
 
         def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -104,7 +76,7 @@ def test_a_plain_fit_takes_the_whole_of_every_epoch_of_a_growing_cache(
             self.totals = [*getattr(self, "totals", []), int(self.train_progress_bar.total or 0)]
 
     bar = Bar()
-    model = Model(grow(cache, 0, 1, 2, 3))
+    model = models.Model(grow(cache, 0, 1, 2, 3))
     with EpochLoader(cache, 4, prefetch=1) as loader, EpochLoader(cache, 4) as held_out:
         fitting = trainer(
             tmp_path, max_epochs=5, callbacks=[bar], enable_progress_bar=True, val_check_interval=0.5
@@ -127,7 +99,7 @@ def test_limit_train_batches_is_heard_in_every_epoch(
     limit: float, new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(2, 8)
-    model = Model(grow(cache, 0, 1))
+    model = models.Model(grow(cache, 0, 1))
     with EpochLoader(cache, 4) as loader:
         trainer(tmp_path, max_epochs=4, limit_train_batches=limit).fit(model, loader)
         assert loader.epoch == 3
@@ -142,7 +114,7 @@ def test_overfit_batches_gives_the_same_batches_in_every_epoch_and_every_validat
     cache = new_cache(3, 8)
     validated: list[list[int]] = []
 
-    class Validated(Model):
+    class Validated(models.Model):
         def validation_step(self, batch: dict[str, Any], index: int) -> None:
             validated.append(batch["number"].tolist())
 
@@ -160,16 +132,16 @@ def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
     when: str, new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(3, 8)
-    saving = ModelCheckpoint(
+    saving = pl.callbacks.ModelCheckpoint(
         tmp_path / "saved", save_top_k=-1, every_n_train_steps=8 if when == "in the midst" else 0,
         every_n_epochs=0 if when == "in the midst" else 1, filename="{step}",
     )  # fmt: skip
-    whole = Model()
+    whole = models.Model()
     with EpochLoader(cache, 4, seed=3) as loader:
         trainer(tmp_path, max_epochs=3, callbacks=[saving], enable_checkpointing=True).fit(whole, loader)
     assert [len(epoch) for epoch in whole.epochs] == [6, 6, 6]
     done = 8 if when == "in the midst" else 12
-    rest = Model()
+    rest = models.Model()
     with EpochLoader(cache, 4, seed=3) as loader:
         resumed = trainer(tmp_path, max_epochs=3)
         resumed.fit(rest, loader, ckpt_path=tmp_path / "saved" / f"step={done}.ckpt")
@@ -189,8 +161,10 @@ def test_a_data_module_makes_its_loaders_where_training_runs_closes_them_and_goe
         made.append(EpochLoader(cache, 4))
         return made[-1]
 
-    data = CacheDataModule(train, val=lambda: EpochLoader(held_out, 3, shuffle=False, drop_last=False))
-    model = Model()
+    data = integration.CacheDataModule(
+        train, val=lambda: EpochLoader(held_out, 3, shuffle=False, drop_last=False)
+    )
+    model = models.Model()
     for max_epochs in (1, 2):
         trainer(tmp_path, max_epochs=max_epochs).fit(model, datamodule=data)
     assert [flat(epoch) for epoch in model.epochs] == [list(range(16))] * 3
@@ -204,29 +178,30 @@ def test_a_data_module_gives_the_trainer_the_callback_where_there_is_no_entry_po
     new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(1, 8)
-    model = Model(grow(cache, 0, 1))
+    model = models.Model(grow(cache, 0, 1))
     fitting = trainer(tmp_path, max_epochs=3)
-    fitting.callbacks = [other for other in fitting.callbacks if not isinstance(other, CacheCallback)]  # type: ignore[attr-defined]
-    fitting.fit(model, datamodule=CacheDataModule(lambda: EpochLoader(cache, 4)))
-    assert sum(isinstance(other, CacheCallback) for other in fitting.callbacks) == 1  # type: ignore[attr-defined]
+    ours = integration.CacheCallback
+    fitting.callbacks = [other for other in fitting.callbacks if not isinstance(other, ours)]  # type: ignore[attr-defined]
+    fitting.fit(model, datamodule=integration.CacheDataModule(lambda: EpochLoader(cache, 4)))
+    assert sum(isinstance(other, ours) for other in fitting.callbacks) == 1  # type: ignore[attr-defined]
     assert len(model.epochs[-1]) > 2
 
 
 def test_the_callback_is_in_every_trainer_and_leaves_other_loaders_alone(tmp_path: Path) -> None:
-    model = Model()
+    model = models.Model()
     samples = [{"x": torch.ones(5), "number": n} for n in range(12)]
     fitting = trainer(tmp_path, max_epochs=2)
-    assert sum(isinstance(callback, CacheCallback) for callback in fitting.callbacks) == 1  # type: ignore[attr-defined]
+    assert sum(isinstance(callback, integration.CacheCallback) for callback in fitting.callbacks) == 1  # type: ignore[attr-defined]
     fitting.fit(model, torch.utils.data.DataLoader(samples, batch_size=4))  # type: ignore[arg-type]
     assert [flat(epoch) for epoch in model.epochs] == [list(range(12))] * 2
 
 
 def test_metrics_go_to_the_loggers_of_the_trainer(new_cache: NewCache, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="log")
+    logger = pl.loggers.CSVLogger(tmp_path, name="log")
     with EpochLoader(new_cache(2, 8), 4) as loader:
         fitting = trainer(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=1)
-        fitting.callbacks.append(MetricsCallback(every_n_steps=3))  # type: ignore[attr-defined]
-        fitting.fit(Model(), loader)
+        fitting.callbacks.append(integration.MetricsCallback(every_n_steps=3))  # type: ignore[attr-defined]
+        fitting.fit(models.Model(), loader)
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("cachestream/samples")
     seen = [int(float(cell)) for line in lines[1:] if (cell := line.split(",")[column])]
@@ -236,7 +211,7 @@ def test_metrics_go_to_the_loggers_of_the_trainer(new_cache: NewCache, tmp_path:
 def test_the_older_package_of_lightning_has_the_same(new_cache: NewCache, tmp_path: Path) -> None:
     import pytorch_lightning as older
 
-    from cachestream.integrations import pytorch_lightning as integration
+    from cachestream.integrations import pytorch_lightning as its
 
     cache = new_cache(2, 8)
     lengths: list[float] = []
@@ -260,8 +235,8 @@ def test_the_older_package_of_lightning_has_the_same(new_cache: NewCache, tmp_pa
         ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
     )
     fitting = older.Trainer(accelerator="cpu", max_epochs=4, default_root_dir=tmp_path, **quiet)
-    data = integration.CacheDataModule(lambda: EpochLoader(cache, 4, prefetch=1))
+    data = its.CacheDataModule(lambda: EpochLoader(cache, 4, prefetch=1))
     fitting.fit(OlderModel(), datamodule=data)
-    assert any(isinstance(callback, integration.CacheCallback) for callback in fitting.callbacks)  # type: ignore[attr-defined]
+    assert any(isinstance(callback, its.CacheCallback) for callback in fitting.callbacks)  # type: ignore[attr-defined]
     assert lengths[0] == 4
     assert lengths[-1] > 4

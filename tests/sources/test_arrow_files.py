@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +26,14 @@ from cachestream import (
 from cachestream.sources.open import open_source
 from cachestream.testing.checks import check_source
 from tests.sources.tars import tar_bytes
+from tests.support.later import Later
 
-datasets = pytest.importorskip("datasets")
+if TYPE_CHECKING:
+    import datasets
+else:
+    datasets = Later("datasets")
+
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
 RNG = np.random.default_rng(0)
 FIELDS = {"n": -1, "m.v": "none", "texts": "[]"}
 

@@ -8,9 +8,14 @@ import itertools
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+from tests.support.later import Later
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = Later("aiohttp")
 
 __all__ = ["take_picture"]
 

@@ -16,14 +16,23 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["fork_process", "fork_script", "run_forked", "start_server"]
+from tests.training.scripts.ports import free_port
 
-PRELOADED: Final = ["torch", "torch.distributed", "cachestream.cli.app", "cachestream.training.loader"]
+__all__ = ["fork_process", "fork_ranks", "fork_script", "run_forked", "start_server"]
+
+PRELOADED: Final = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # which every optimizer loads at its first step
+    "cachestream.cli.app",
+    "cachestream.training.loader",
+]
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 
 
@@ -90,6 +99,31 @@ def fork_script(
     """Run `script` as a process in which each warning is an error."""
     given = {**(environment or {}), "FORKED_SCRIPT": str(script)}
     return run_forked(_run_script, arguments, cwd=cwd, environment=given, timeout_s=timeout_s)
+
+
+def fork_ranks(
+    script: Path,
+    *arguments: Sequence[object],
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float,
+) -> str:
+    """Run `script` as a job with a rank for each of `arguments`, as torchrun would; what all of them print.
+
+    A rank under torchrun loads torch anew. A rank that fails raises AssertionError.
+    """
+    size = str(len(arguments))
+    job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1", **(environment or {})}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def run(rank: int) -> str:
+        mine = {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        done = fork_script(script, arguments[rank], cwd=cwd, environment=mine, timeout_s=timeout_s)
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    with ThreadPoolExecutor() as threads:
+        return "".join(threads.map(run, range(len(arguments))))
 
 
 def _run_script() -> None:

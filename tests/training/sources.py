@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COUNT", "Numbered", "Slow"]
+__all__ = ["COUNT", "Numbered", "Single", "Slow"]
 
 COUNT = 600
 
@@ -35,3 +35,13 @@ class Slow(Numbered):
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         time.sleep(0.015)
         yield from super().read(unit, rng)
+
+
+class Single:
+    """`num_units` units of one sample of `nbytes` bytes, which holds its own number."""
+
+    def __init__(self, num_units: int, nbytes: int) -> None:
+        self.fingerprint, self.num_units, self.nbytes = f"single {num_units} {nbytes}", num_units, nbytes
+
+    def read(self, unit: int, _rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        yield str(unit), {"x": np.full(self.nbytes, unit % 256, np.uint8), "n": np.int64(unit)}

@@ -14,9 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from torch.distributed.checkpoint.stateful import Stateful
 
 from cachestream import ConfigError, EpochLoader
 from cachestream.schema import Schema, Snapshot
@@ -109,6 +106,10 @@ def test_a_loader_is_saved_and_loaded_by_a_distributed_checkpoint(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
     """torch.distributed.checkpoint flattens states, and expects the keys that a new loader's state has."""
+    from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+    from torch.distributed.checkpoint.stateful import Stateful
+
     cache, folder = new_cache(3, 8), str(tmp_path / "checkpoint")
     with EpochLoader(cache, 4, weights=True) as loader:
         assert isinstance(loader, Stateful)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import chain
@@ -16,9 +15,12 @@ import pytest
 from cachestream import Cache, EpochLoader
 from cachestream.training.manifests import load_manifest, save_manifest
 from cachestream.training.plan import rebuild
+from tests.support.forked import run_forked
 from tests.training.conftest import NewCache
+from tests.training.scripts import killed
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("forked")
 Steps = list[list[list[str]]]  # [step][rank] is a list of keys
 
 
@@ -26,11 +28,7 @@ def run_killed(cache: str, out: Path, kills: int, mode: str) -> dict[int, Steps]
     """The samples of the interrupted job, by epoch."""
     seed = os.environ.get("KILLS_SEED", str(secrets.randbelow(10**6)))
     sys.stdout.write(f"\nreplay: KILLS_SEED={seed} pytest {Path(__file__).name}\n")
-    command = [sys.executable, "-m", "tests.training.scripts.killed", cache, str(out), str(kills), seed, mode]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = run_forked(killed.main, (cache, out, kills, seed, mode), cwd=ROOT, timeout_s=900)
     errors = [path.read_text() for path in out.glob("error-*")]
     # Ranks that outlive another for a moment are told so: that is how it should be.
     assert not [

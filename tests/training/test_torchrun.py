@@ -17,7 +17,8 @@ from cachestream import Cache
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 from tests.training.scripts.ports import free_port
-from tests.training.test_turnover import LIMIT_BYTES, Numbered
+from tests.training.sources import Numbered
+from tests.training.test_turnover import LIMIT_BYTES
 from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]

@@ -7,8 +7,6 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,11 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 import cachestream as cs
+from tests.support.forked import fork_process
+from tests.training.scripts import turning
 from tests.training.scripts.ports import free_port
+from tests.training.sources import Single
 from tests.worker.support import DEADLINE_S, wait_until
 
 REMOTE: Final = 1200
@@ -28,17 +28,7 @@ SAMPLE_BYTES: Final = 4000
 LIMIT_BYTES: Final = 3_000_000
 BATCH: Final = 32
 TURNOVER: Final = 0.25
-ROOT: Final = Path(__file__).parents[2]
-
-
-class Numbered:
-    """Samples that hold their own number."""
-
-    fingerprint = "numbered"
-    num_units = REMOTE
-
-    def read(self, unit: int, _rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield str(unit), {"x": np.full(SAMPLE_BYTES, unit % 256, np.uint8), "n": np.int64(unit)}
+SOURCE: Final = Single(REMOTE, SAMPLE_BYTES)
 
 
 def oldest_first(rows: Sequence[Any]) -> list[int]:
@@ -51,7 +41,7 @@ def train(cache: cs.Cache, loader: cs.EpochLoader, seen: set[int]) -> None:
     for batch in loader:
         seen.update(batch["n"].tolist())
         while cache.status().epoch_waits == waits and time.monotonic() < until_s:
-            time.sleep(0.01)
+            time.sleep(0.05)
 
 
 def train_until_killed(path: str) -> None:
@@ -70,7 +60,7 @@ def cache(tmp_path: Path) -> Iterator[cs.Cache]:
 def epochs_until_all_is_seen(cache: cs.Cache, trainers: int = 1) -> tuple[int, int]:
     """The epochs after which all of the remote was in one, and the most that turnover should take."""
     seen: set[int] = set()
-    with cs.start_worker(cache, Numbered(), num_workers=2):
+    with cs.start_worker(cache, SOURCE, num_workers=2):
         wait_until(lambda: cache.fill_state() == "full", "the cache is full")
         most = math.ceil(REMOTE / (TURNOVER * cache.num_samples)) + 2
         options: dict[str, Any] = {"turnover": TURNOVER, "min_samples": BATCH, "drop_last": False}
@@ -113,7 +103,7 @@ def test_two_trainers_of_one_cache_see_all_of_the_remote_together(cache: cs.Cach
 
 @pytest.mark.usefixtures("forked")
 def test_a_trainer_that_was_killed_holds_up_nobody(cache: cs.Cache) -> None:
-    with cs.start_worker(cache, Numbered(), num_workers=1):
+    with cs.start_worker(cache, SOURCE, num_workers=1):
         cache.wait(10 * BATCH, DEADLINE_S)
         trainer = multiprocessing.get_context("forkserver").Process(
             target=train_until_killed, args=(cache.path,)
@@ -127,6 +117,7 @@ def test_a_trainer_that_was_killed_holds_up_nobody(cache: cs.Cache) -> None:
     assert cache.status().evicted_unused_samples == 0
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_see_all_of_the_remote_together_from_one_cache_or_one_each(
     tmp_path: Path, nodes: int
@@ -138,19 +129,25 @@ def test_two_ranks_see_all_of_the_remote_together_from_one_cache_or_one_each(
         ]
         for node, cache in enumerate(caches):
             partition = f"{node}/{nodes}" if nodes > 1 else None
-            stack.enter_context(cs.start_worker(cache, Numbered(), num_workers=1, partition=partition))
+            stack.enter_context(cs.start_worker(cache, SOURCE, num_workers=1, partition=partition))
         wait_until(lambda: all(cache.fill_state() == "full" for cache in caches), "the caches are full")
         held = min(cache.num_samples for cache in caches)
         most = math.ceil(REMOTE / nodes / (TURNOVER * held)) + 2
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-        script = ["--module", "tests.training.scripts.turning", str(tmp_path), str(most)]
-        subprocess.run(
-            [*command, f"--master-port={free_port()}", *script, *(str(cache.path) for cache in caches)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-            timeout=300,
-        )
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        arguments = (tmp_path, most, *(cache.path for cache in caches))
+        ranks = [
+            fork_process(
+                turning.main,
+                arguments,
+                environment={**job, "RANK": str(rank)},
+                output=tmp_path / f"rank {rank}",
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.join(2 * DEADLINE_S)
+            rank.kill()
+        assert [rank.exitcode for rank in ranks] == [0, 0], (tmp_path / "rank 0.stderr").read_text()
         assert [cache.status().evicted_unused_samples for cache in caches] == [0] * nodes
     first, second = (set(chain(*json.loads((tmp_path / f"{rank}.json").read_text()))) for rank in range(2))
     # Ranks have equally many batches: an epoch leaves out what one cache holds beyond another.

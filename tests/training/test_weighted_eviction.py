@@ -14,7 +14,7 @@ import cachestream as cs
 from cachestream.storage.reservations import Owner
 from cachestream.storage.snapshots import weigh_shards
 from tests.support.caches import add_shard, numbered
-from tests.training.test_turnover import BATCH, LIMIT_BYTES, REMOTE, Numbered, train
+from tests.training.test_turnover import BATCH, LIMIT_BYTES, REMOTE, SOURCE, train
 from tests.worker.support import wait_until
 
 HEAVY: Final = range(0, REMOTE, 40)  # in far fewer shards than the cache keeps
@@ -29,7 +29,7 @@ def cached_units(cache: cs.Cache) -> set[int]:
 def share_kept(path: Path, eviction: str) -> float:
     """The share of the heavy samples that a cache holds once all of the remote came, and some of it again."""
     with cs.Cache(path, LIMIT_BYTES, min_free=0, eviction=eviction) as cache:
-        with cs.start_worker(cache, Numbered(), num_workers=1, shard_size="16kB"):
+        with cs.start_worker(cache, SOURCE, num_workers=1, shard_size="16kB"):
             wait_until(lambda: cache.fill_state() == "full", "the cache is full")
             seen: set[int] = set()
             with cs.EpochLoader(
@@ -153,7 +153,7 @@ def test_stream_refuses_to_evict_by_weights_that_there_are_not(
 ) -> None:
     with pytest.raises(cs.ConfigError, match="there are none: give weights=True"):
         cs.stream(
-            Numbered(),
+            SOURCE,
             cache=tmp_path / "cache",
             size_limit="3MB",
             batch_size=8,

@@ -35,7 +35,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = DE
     while not condition():
         if time.monotonic() - begun_s > timeout_s:
             raise AssertionError(f"after {timeout_s:.0f} s still not so: {what}")
-        _pause.wait(0.01)
+        _pause.wait(0.02)
     return time.monotonic() - begun_s
 
 

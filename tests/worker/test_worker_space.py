@@ -60,7 +60,7 @@ def test_data_larger_than_the_cache_turns_over_within_the_limit_and_no_key_comes
     source = Numbers(400, nbytes=20_000, journal=str(journal))  # 8 MB
     with cs.start_worker(cache, source, num_workers=2), in_use(cache):
         within(cache, 4 * MB, lambda: cache.status().pass_number >= 3, "a third pass")
-        for _ in range(20):
+        for _ in range(8):
             only_once(cache)
     assert failures_of(cache) == {}
     assert set(map(int, journal.read_text().split())) == set(range(400))

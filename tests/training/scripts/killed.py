@@ -115,6 +115,7 @@ def alive(pids: list[int]) -> bool:
 
 def main() -> None:
     root, folder, kills, seed, mode = sys.argv[1:]
+    torch.set_num_threads(1)
     cache, out, rng = cs.Cache(root), Path(folder), random.Random(int(seed))
     changing = mode == "changing"
     epochs: dict[int, list[Any]] = defaultdict(list)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import cachestream as cs
@@ -21,6 +22,7 @@ BATCH = 32
 
 def main() -> None:
     out, epochs, paths = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), list[list[int]]()
     options: dict[str, Any] = {"turnover": 0.25, "min_samples": BATCH, "drop_last": False}
@@ -34,7 +36,7 @@ def main() -> None:
                 for batch in loader:
                     seen[-1] += batch["n"].tolist()
                     while cache.status().epoch_waits == waits and time.monotonic() < until_s:
-                        time.sleep(0.01)
+                        time.sleep(0.05)
                 dist.barrier()
         (out / f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

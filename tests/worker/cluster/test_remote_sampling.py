@@ -111,7 +111,6 @@ def actor_pids(cluster: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("source", "transform"),
     [
-        (Named(40, 5), None),
         (Named(40, 5), with_noise),
         (Named(200, 2), with_faults),
         (Named(40, 5), in_windows),
@@ -120,7 +119,7 @@ def actor_pids(cluster: Any) -> list[int]:
         (Numbers(3, 4, 3_000_000), None),
         (Named(40, 5), cs.pack_tokens(29, "x", eos=256)),
     ],
-    ids=["numbers", "noise", "faults", "windows", "tables", "ragged", "large", "packed"],
+    ids=["noise", "faults", "windows", "tables", "ragged", "large", "packed"],
 )
 def test_the_samples_are_those_of_a_local_worker(
     cache: Cache, locally: Fill, source: Any, transform: Any
