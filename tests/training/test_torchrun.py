@@ -17,12 +17,13 @@ from cachestream import Cache
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 from tests.training.scripts.ports import free_port
-from tests.training.sources import Numbered
-from tests.training.test_turnover import LIMIT_BYTES
+from tests.training.sources import Single
+from tests.training.test_turnover import LIMIT_BYTES, SAMPLE_BYTES
 from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 BUDGET: Final = 120
+LESS: Final = Single(800, SAMPLE_BYTES)  # so few that all has come after a few epochs
 
 
 def run_ranks(script: str, out: Path, *arguments: object) -> list[Any]:
@@ -86,29 +87,22 @@ def test_ranks_select_and_pack_by_tokens_in_equal_steps_and_go_on_from_one_state
             assert set(together) <= {n for n in numbers if length_of(n) <= 30}
 
 
-class Less(Numbered):
-    """Fewer, so that all has come after a few epochs."""
-
-    fingerprint = "less"
-    num_units = 800
-
-
 def test_ranks_of_a_cache_that_evicts_by_weight_keep_the_heaviest(tmp_path: Path) -> None:
-    heavy = set(range(0, Less.num_units, 40))
+    heavy = set(range(0, LESS.num_units, 40))
     options = {
         "turnover": 0.12,
-        "weights": {str(n): 20.0 if n in heavy else 1.0 for n in range(Less.num_units)},
+        "weights": {str(n): 20.0 if n in heavy else 1.0 for n in range(LESS.num_units)},
     }
     (tmp_path / "options.json").write_text(json.dumps(options))
     with (
         cs.Cache(tmp_path / "cache", LIMIT_BYTES, min_free=0, eviction="least-weight") as cache,
-        cs.start_worker(cache, Less(), num_workers=1, shard_size="16kB"),
+        cs.start_worker(cache, LESS, num_workers=1, shard_size="16kB"),
     ):
         wait_until(lambda: cache.fill_state() == "full", "the cache is full")
         ranks = run_ranks("turning", tmp_path, 8, cache.path)
         status = cache.status()
-    assert status.evicted_samples + status.num_samples > Less.num_units, "all has come"
+    assert status.evicted_samples + status.num_samples > LESS.num_units, "all has come"
     assert status.evicted_unused_samples == 0
     last = {n for epochs in ranks for n in epochs[-1]}
-    assert len(last) < Less.num_units / 2
+    assert len(last) < LESS.num_units / 2
     assert len(last & heavy) > 0.8 * len(heavy)
