@@ -175,19 +175,24 @@ def _client(host: str, port: int, connect_s: float, answer_s: float) -> TCPStore
     """
     with _connecting:
         before = set(_sockets_to(port))
-        # Torch's own timeout covers the connecting only, not the first answer.
-        watch = threading.Timer(
-            connect_s, _on_new_sockets, (port, before, lambda new: new.shutdown(socket.SHUT_RDWR))
-        )
-        watch.daemon = True
-        watch.start()
+        # Torch's own timeout covers the connecting only, not the first answer. And where a connection ends just
+        # before its timeout, torch makes another one.
+        over = threading.Event()
+
+        def watch() -> None:
+            wait_s = connect_s
+            while not over.wait(wait_s):
+                _on_new_sockets(port, before, lambda new: new.shutdown(socket.SHUT_RDWR))
+                wait_s = 0.1
+
+        threading.Thread(target=watch, name="rendezvous-watch", daemon=True).start()
         try:
             timeout = timedelta(seconds=connect_s)
             client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except (RuntimeError, OSError) as error:
             raise RankMismatchError(_no_answer(f" at {host}:{port}", error)) from error
         finally:
-            watch.cancel()
+            over.set()
         _on_new_sockets(port, before, lambda new: _limit(new, answer_s))
     return client
 
