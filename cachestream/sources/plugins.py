@@ -70,7 +70,8 @@ def load_plugin(group: str, name: str) -> Callable[..., Any]:
     points = _installed(group)[name]
     if not points:
         raise ConfigError(
-            f"{name!r} in {group!r} is of a package that this node lacks: install it on all of the cluster"
+            f"{name!r} in {group!r} is of a package that this node lacks: install it on all nodes of the "
+            "cluster"
         )
     point, *others = points
     if others:
