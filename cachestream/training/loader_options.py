@@ -134,9 +134,7 @@ def warn_without_weights(cache: Cache, options: LoaderOptions) -> None:
     """Warn of a loader to train with that does not weigh what the cache evicts by weight."""
     trains = options.replay is None and (options.split is None or not options.split.held_out)
     if trains and options.weights is None and cache.eviction == "least-weight":
-        words = (
-            "%s evicts by weight, and this loader has no weights (weights=True): its shards count as average"
-        )
+        words = "%s evicts by weight, and this loader has no weights (weights=True): they count as average"
         logger.warning(words, cache.path)
 
 

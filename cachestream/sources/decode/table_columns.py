@@ -133,7 +133,7 @@ def table_rows(
 ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
     """Yield the samples of `batches`, as `Rows` where every row of a batch is usable and alike.
 
-    Rows are numbered from `first`, in keys such as "`key`#7", and in the reasons that are added to `problems`.
+    Rows are numbered from `first`, in keys such as "`key`#7", and in the reasons added to `problems`.
     """
     for num_rows, fields, bad in batches:
         if not bad and is_uniform(fields):
