@@ -191,10 +191,10 @@ class PackedSource:
             fields = ", ".join(map(repr, sample)) if isinstance(sample, Mapping) else type(sample).__name__
             raise SampleError(f"has no field {name!r} to pack, but {fields}: give pack_tokens(field=)")
         value = sample[name]
-        if isinstance(value, str | bytes) and packing.tokenizer is None:
-            raise SampleError(f"field {name!r} is text: give pack_tokens(tokenizer=), or a field of tokens")
-        if not isinstance(value, str) and packing.tokenizer is not None:
-            raise SampleError(f"field {name!r} is {type(value).__name__}, and tokenizer= is for text")
+        if isinstance(value, str) == (packing.tokenizer is None):
+            raise SampleError(
+                f"field {name!r} is {type(value).__name__}: with tokenizer= pack text, else tokens"
+            )
         with self._lock.held(), guard_user_code(f"pack_tokens() of field {name!r}"):
             tokens = np.asarray(value if packing.tokenizer is None else packing.encode(value))
         if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or (tokens >> 31).any())):

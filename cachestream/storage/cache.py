@@ -42,7 +42,7 @@ from cachestream.storage.status import (
     wait_for_samples,
 )
 from cachestream.storage.tables import Reservation
-from cachestream.storage.view import make_view
+from cachestream.storage.view import ALL, View, make_view
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from cachestream.schema import Schema, Snapshot, Split
     from cachestream.storage.leases import Lease
     from cachestream.storage.tables import Tables
-    from cachestream.storage.view import Condition, View
+    from cachestream.storage.view import Condition
     from cachestream.training.dataset import EpochDataset
 
 logger = logging.getLogger("cachestream")
@@ -242,7 +242,7 @@ class Cache:
         min_samples: int = 0,
         own_leases: Collection[str] = (),
         split: Split | None = None,
-        view: View | None = None,
+        view: View = ALL,
     ) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that holds them.
 
@@ -261,7 +261,7 @@ class Cache:
         shard_ids: npt.ArrayLike,
         counts: npt.ArrayLike,
         split: Split | None = None,
-        view: View | None = None,
+        view: View = ALL,
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
         ids, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)

@@ -34,6 +34,7 @@ from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
 from cachestream.storage.settings import choose_split
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from cachestream.storage.eviction import EvictionPolicy
     from cachestream.storage.leases import LeasedShards
     from cachestream.storage.tables import Tables
-    from cachestream.storage.view import View
 
 logger = logging.getLogger("cachestream")
 _REUSE_S: Final = 10.0
@@ -54,7 +54,7 @@ class SnapshotRequest:
 
     Of a full cache that is being filled, the `turnover` share is left out, as far as `min_samples` remain.
     `own_leases` are the paths of the caller's leases, which end with the previous epoch. `view`: the rows and
-    fields of the shards, None for all.
+    fields of the shards.
     """
 
     epoch_size: int | None
@@ -62,7 +62,7 @@ class SnapshotRequest:
     min_samples: int
     own_leases: Collection[str]
     split: Split | None
-    view: View | None = None
+    view: View = ALL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +77,14 @@ class _CachedShards:
     schema_ids: IntArray
     uses: IntArray
     split: Split | None
-    view: View | None
+    view: View
 
     @classmethod
-    def of(cls, tables: Tables, split: Split | None, view: View | None) -> _CachedShards:
+    def of(cls, tables: Tables, split: Split | None, view: View) -> _CachedShards:
         ids, sizes, schema_ids, uses = tables.shard_columns("id", "num_samples", "schema_id", "uses")
         counts = sizes
         # A shard published since the count is for the next epoch.
-        if view is not None and view.selects:
+        if view.selects:
             counts = np.maximum(view.counts(ids), 0)
         elif split is not None:
             held_out = tables.held_out_counts()
@@ -95,7 +95,7 @@ class _CachedShards:
         """The indices `chosen`, and those of shards in which the condition selects nothing: an epoch has no
         use for them, and only shards that were used are evicted.
         """
-        if self.view is None or not self.view.selects:
+        if not self.view.selects:
             return chosen
         return np.union1d(chosen, np.flatnonzero(self.view.counts(self.ids) == 0))
 
@@ -119,7 +119,7 @@ def select_shards(
 def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lease]:
     """Choose and lease the shards of an epoch, and count them as used."""
     split, view, reservations = request.split, request.view, cache.reservations
-    _count_new(cache, split, view)
+    count_samples(cache, split, view)  # of shards where they were not counted yet
     with reservations.leases.locked():
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)
         has_worker = cache.has_worker()
@@ -134,7 +134,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
             policy, room = reservations.policy(tables), room_in(tables, usage)
             excluded = _shards_to_leave(tables, request, cached, policy, room, leased, is_filling=is_filling)
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
-            if view is not None and view.selects and not len(chosen):
+            if view.selects and not len(chosen):
                 raise NotEnoughSamplesError(
                     f"where= selects 0 of the {int(cached.sizes.sum())} samples in the cache at {cache.path}"
                     f"{of_split(split)}; wait for more, or change the condition"
@@ -149,10 +149,10 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
 
 
 def restore_snapshot(
-    cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None, view: View | None = None
+    cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None, view: View = ALL
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
-    _count_new(cache, split, view)
+    count_samples(cache, split, view)  # of shards where they were not counted yet
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
     with cache.reservations.leases.locked():
         with cache.catalogue.transaction() as tables:
@@ -170,17 +170,15 @@ def restore_snapshot(
 
 
 def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
-    """Count the `chosen` shards as used, and return the schema of their samples: the fields of the view, with
-    the cache's dtypes.
+    """Count the `chosen` shards as used, unless their samples are held out, and return the schema of these:
+    the fields of the view, with the cache's dtypes.
     """
     if cached.split is None or not cached.split.held_out:
-        tables.mark_used(
-            ranges_of(cached.ids, cached.with_those_passed_over(chosen))
-        )  # held-out samples are not trained on
+        tables.mark_used(ranges_of(cached.ids, cached.with_those_passed_over(chosen)))
     merged = reduce(Schema.merge, tables.schemas(set(cached.schema_ids[chosen].tolist())))
     # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
     schema = merged.with_dtypes((tables.schema or merged).dtypes)
-    return schema if cached.view is None else cached.view.fields_of(schema)
+    return cached.view.fields_of(schema)
 
 
 def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
@@ -189,7 +187,7 @@ def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schem
     ids, counts = cached.ids[chosen], cached.counts[chosen]
     sizes = None if cached.counts is cached.sizes else cached.sizes[chosen]
     found = Snapshot(cache.cache_id, cache.path, lease.path, schema, ids, counts, cached.split, sizes)
-    return found if cached.view is None else cached.view.apply(found), lease
+    return cached.view.apply(found), lease
 
 
 # --- turnover
@@ -292,15 +290,9 @@ def count_held_out(cache: Cache, split: Split) -> None:
                 tables.insert_split(shard_id, count)
 
 
-def _count_new(cache: Cache, split: Split | None, view: View | None) -> None:
-    """Count the samples of `split` and `view` in the shards where they were not counted yet."""
-    if split is not None or view is not None:
-        count_samples(cache, split, view)
-
-
-def count_samples(cache: Cache, split: Split | None, view: View | None = None) -> int:
-    """The number of samples of `split` (None: all) that `view` selects (None: all) in published shards."""
-    if view is not None and view.selects:
+def count_samples(cache: Cache, split: Split | None, view: View = ALL) -> int:
+    """The number of samples of `split` (None: all) that `view` selects in published shards."""
+    if view.selects:
         if split is not None:
             choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
         return view.evaluate(cache, split)
@@ -375,7 +367,7 @@ class ReusableSnapshots:
         cache: Cache,
         clock: Callable[[], float] = time.monotonic,
         split: Split | None = None,
-        view: View | None = None,
+        view: View = ALL,
     ) -> None:
         self._cache = cache
         self._split = split

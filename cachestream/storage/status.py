@@ -21,6 +21,7 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import count_samples, of_split
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
+from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
     from cachestream.schema import Split
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from cachestream.storage.filling import FillState
     from cachestream.storage.layout import Directory
     from cachestream.storage.tables import FailureRow
-    from cachestream.storage.view import View
 
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
@@ -269,7 +269,7 @@ def wait_for_samples(
     least: int | None = None,
     split: Split | None = None,
     pause: Callable[[float], None] = time.sleep,
-    view: View | None = None,
+    view: View = ALL,
 ) -> int:
     """Wait until `wanted` samples of `split` and `view` are cached, and return the number of cached ones.
 
@@ -286,7 +286,7 @@ def wait_for_samples(
             if (have := count_samples(cache, split, view)) >= least:
                 return have
             of = of_split(split)
-            if view is not None and view.selects:
+            if view.selects:
                 of += f" that where= selects (of {cache.num_samples} in all)"
             why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
             reason = _describe_shortage(cache.directory, fill, have, state, why, ended=ended)

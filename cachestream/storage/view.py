@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,10 @@ Condition = Callable[[ShardColumns], Any]
 class View:
     """The rows of `where` and of a split, and the fields `columns`, in this order; None: all.
 
-    Used by one thread, for one cache and one split.
+    Used by one thread, for one cache and one split, unless it is `ALL`, which has neither.
     """
 
-    def __init__(self, where: Condition | None, columns: tuple[str, ...] | None) -> None:
+    def __init__(self, where: Condition | None = None, columns: tuple[str, ...] | None = None) -> None:
         self._where = where
         self._columns = columns
         self._rows: dict[int, npt.NDArray[np.int32]] = {}  # selected, of each shard
@@ -67,7 +67,7 @@ class View:
         known = [self._rows[shard_id] for shard_id in snapshot.shard_ids.tolist()]
         return replace(snapshot, rows=np.concatenate([np.empty(0, np.int64), *known]))
 
-    def join(self, snapshot: Snapshot, expected: str) -> Snapshot:
+    def join(self, snapshot: Snapshot, expected: int) -> Snapshot:
         """As `apply`, for another rank's snapshot, whose rows have the hash `expected`."""
         for _, error in self._remember(snapshot.root, snapshot.shard_ids, snapshot.split):
             raise error
@@ -85,7 +85,7 @@ class View:
         self.evaluate(cache, split)
         for shard_id, expected in zip(shard_ids.tolist(), hashes.tolist(), strict=True):
             rows = self._rows.get(shard_id)
-            if rows is not None and _hash_rows(rows) != expected:
+            if rows is not None and hash_of(rows) != expected:
                 raise ConfigError(
                     f"where= selects other samples of shard {shard_id} than when this epoch was drawn: "
                     "give the same condition, or begin a new epoch"
@@ -131,10 +131,11 @@ class View:
         return rows.astype(np.int32)
 
 
-def make_view(where: object, columns: object) -> View | None:
-    """The view for `where=` and `columns=`; None for neither. Raises ConfigError for what cannot be one."""
-    if where is None and columns is None:
-        return None
+ALL: Final = View()
+
+
+def make_view(where: object, columns: object) -> View:
+    """The view for `where=` and `columns=`. Raises ConfigError for what cannot be one."""
     if where is not None and not callable(where):
         raise ConfigError(
             f"where={where!r}: give a function of a shard's columns that returns a mask, such as "
@@ -157,13 +158,9 @@ def row_hashes(snapshot: Snapshot) -> IntArray | None:
     if snapshot.rows is None:
         return None
     parts = np.split(snapshot.rows, np.cumsum(snapshot.counts)[:-1])
-    return np.array([_hash_rows(part) for part in parts], np.int64)
+    return np.array([hash_of(part) for part in parts], np.int64)
 
 
-def hash_of(rows: IntArray | None) -> str:
-    """A hash of all rows of a snapshot; "" without a condition."""
-    return "" if rows is None else xxhash.xxh3_64_hexdigest(rows.tobytes())
-
-
-def _hash_rows(rows: npt.NDArray[Any]) -> int:
-    return xxhash.xxh3_64_intdigest(rows.astype("<i4").tobytes()) >> 1
+def hash_of(rows: npt.NDArray[Any] | None) -> int:
+    """A hash of `rows`, from 0 to 2**63 - 1; 0 for None, without a condition."""
+    return 0 if rows is None else xxhash.xxh3_64_intdigest(rows.astype("<i4").tobytes()) >> 1

@@ -69,9 +69,7 @@ class EpochSnapshot:
         }
 
     @classmethod
-    def join(
-        cls, payload: Payload, split: Split | None, view: View | None, maps: EpochMaps | None
-    ) -> EpochSnapshot:
+    def join(cls, payload: Payload, split: Split | None, view: View, maps: EpochMaps | None) -> EpochSnapshot:
         """The snapshot of `payload`, also leased by this process; it takes over from `maps`. Raises
         RankMismatchError if the `view` selects other samples here.
         """
@@ -86,13 +84,10 @@ class EpochSnapshot:
             sizes=None if payload["sizes"] is None else np.array(payload["sizes"], np.int64),
         )
         record = None if payload["record"] is None else SegmentRecord.from_state(payload["record"])
-        lease = join_lease(snapshot.lease)
-        try:
-            snapshot = snapshot if view is None else view.join(snapshot, payload["selected"])
-        except BaseException:
-            lease.release()
-            raise
-        return cls(snapshot, lease, EpochMaps(snapshot, maps), record, payload["later_batches"])
+        snapshot = view.join(snapshot, payload["selected"])  # the lease of the first rank holds its shards
+        return cls(
+            snapshot, join_lease(snapshot.lease), EpochMaps(snapshot, maps), record, payload["later_batches"]
+        )
 
 
 class EpochSnapshots:
@@ -224,9 +219,8 @@ class EpochSnapshots:
     def _restore(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
         """Take the cached shards of `record`; return their snapshot, and the ids that went since."""
         split, view = self._options.split, self._options.view
-        selects = view is not None and view.selects
-        record.check_selection(split, selects=selects)
-        if view is not None and record.selected is not None:
+        record.check_selection(split, selects=view.selects)
+        if record.selected is not None:
             view.check(self._cache, split, record.shard_ids, record.selected)
         snapshot, lease, gone = self._cache.restore_snapshot(record.shard_ids, record.counts, split, view)
         before = record.gone

@@ -259,8 +259,7 @@ class EpochLoader:
         """
         request, weights = Request.from_state(state), self._options.weights
         for record in (request.records or {}).values():
-            view = self._options.view
-            record.check_selection(self._options.split, selects=view is not None and view.selects)
+            record.check_selection(self._options.split, selects=self._options.view.selects)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
         self._epochs.resume_from(request)

@@ -19,6 +19,7 @@ from cachestream.config import (
     reject_unknown,
 )
 from cachestream.errors import ConfigError
+from cachestream.storage.view import ALL, View
 from cachestream.training.batches.gather import Ragged, check_ragged
 from cachestream.training.manifests import Replay
 from cachestream.training.samplers import check_sampler
@@ -28,7 +29,6 @@ from cachestream.training.weights import KeyWeights
 if TYPE_CHECKING:
     from cachestream.schema import Split
     from cachestream.storage.cache import Cache
-    from cachestream.storage.view import View
     from cachestream.training.mixture import Mixture
     from cachestream.training.samplers import SamplerLike
 
@@ -63,15 +63,13 @@ class LoaderOptions:
     replay: Replay | None = None
     split: Split | None = None
     max_tokens: Mapping[str, int] | None = None
-    view: View | None = None
+    view: View = ALL
 
     def to_compare(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
         given = ("sampler", "replay", "weights", "mixture")
-        return self._in_common() | {
-            **{name: getattr(self, name) is not None for name in given},
-            "where": self.view is not None and self.view.selects,
-        }
+        optional = {name: getattr(self, name) is not None for name in given}
+        return self._in_common() | optional | {"where": self.view.selects}
 
     def to_record(self) -> dict[str, Any]:
         """The options that a manifest states. `sampler` is its class, "weights" or "mixture"."""

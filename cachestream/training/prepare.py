@@ -185,15 +185,8 @@ class Preparer:
     def _make_segment(self, request: Request, taken: EpochSnapshot, cancelled: Callable[[], bool]) -> Segment:
         options, ranks = self._options, self.ranks
         dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
-        drawing = Drawing(
-            self._cache,
-            options,
-            ranks,
-            request,
-            self._remaining(request),
-            self._rounds(request)[1:],
-            cancelled,
-        )
+        limit, rounds = self._remaining(request), self._rounds(request)[1:]
+        drawing = Drawing(self._cache, options, ranks, request, limit, rounds, cancelled)
         drawing.settle(taken.snapshot, taken.record)
         record = taken.record or drawing.draw(dataset)
         order, bounds = rebuild(record)

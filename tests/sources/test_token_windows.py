@@ -169,13 +169,13 @@ def test_a_document_that_cannot_be_used_says_why() -> None:
         [{"text": "a", "id": 1}]
     )
     assert "has no field 'tokens' to pack, but tuple" in complaint([(1, 2)])
-    assert "field 'tokens' is text: give pack_tokens(tokenizer=)" in complaint([{"tokens": "a b"}])
+    assert "field 'tokens' is str: with tokenizer= pack text" in complaint([{"tokens": "a b"}])
     assert "field 'tokens' is float64 [2]: tokens are integers [n]" in complaint([{"tokens": [1.5, 2.0]}])
     assert "field 'tokens' is int64 [1, 2]: tokens are integers [n]" in complaint([{"tokens": [[1, 2]]}])
     assert "int64 [1]: tokens are integers [n] from 0 to 2**31 - 1" in complaint([{"tokens": [2**31]}])
     assert "int64 [1]: tokens are integers [n] from 0 to 2**31 - 1" in complaint([{"tokens": [-1]}])
     assert "field 'tokens' raised ValueError" in complaint([{"tokens": [[1], [2, 3]]}])
-    assert "field 'tokens' is list, and tokenizer= is for text" in complaint([{"tokens": [1]}], tokenizer=len)
+    assert "field 'tokens' is list: with tokenizer= pack text" in complaint([{"tokens": [1]}], tokenizer=len)
     assert "field 'tokens' raised ZeroDivisionError" in complaint(
         [{"tokens": "a"}], tokenizer=lambda _: 1 // 0
     )
