@@ -140,7 +140,8 @@ class CacheWatch:
         try:
             if not self.exists:
                 self.close()
-                lost = "The cache is gone, or is being deleted" if self.readings else "There is no cache yet"
+                was_here = any(one.status is not None for one in self.readings)
+                lost = "The cache is gone, or is being deleted" if was_here else "There is no cache yet"
                 return Reading(self.path, now_s, None, f"{lost}: {self.path}.")
             if self._cache is None:
                 self._cache = Cache(self.path)

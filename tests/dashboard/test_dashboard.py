@@ -216,6 +216,22 @@ def test_a_cache_that_goes_and_comes_back_is_said_to_be_gone_and_shown_again(tmp
         wait_until(lambda: up() == [1, 1], "it is back")
 
 
+def test_a_cache_is_gone_only_where_it_was_seen(tmp_path: Path) -> None:
+    now_s, folder = [1000.0], tmp_path / "cache"
+    watch = CacheWatch(str(folder), lambda: now_s[0])
+
+    def said() -> str:
+        now_s[0] += 60
+        return watch.look().problem
+
+    assert "There is no cache yet" in said()
+    assert "There is no cache yet" in said()
+    fill(folder, 1, 8).close()
+    assert not said()
+    shutil.rmtree(folder)
+    assert "The cache is gone" in said()
+
+
 def test_a_look_changes_nothing_in_a_cache(tmp_path: Path) -> None:
     fill(tmp_path / "cache", 2, 8).close()
 
