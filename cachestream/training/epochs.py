@@ -144,9 +144,9 @@ class EpochIteration:
         """End in `stage`. A call that is interrupted is completed by the next one."""
         if self.group is not None:
             self.group.discard()
+        self._count_reuse()
         if self.segment is not None:
             self._schedule.end_segment(self.segment)
-        self._count_reuse()
         self.stage, self.group, self.segment = stage, None, None  # frees its maps
 
     def join_job(self) -> None:
@@ -200,9 +200,9 @@ class EpochIteration:
     def _enter(self, segment: Segment) -> None:
         """Move into `segment`, whose first batch has come."""
         self._count_reuse()
-        self._schedule.enter_segment(segment)
-        self.stage, self.segment, self.end_step = Stage.RUNNING, segment, segment.end_step
         self._meter.enter_segment(segment)
+        self._schedule.enter_segment(segment)  # wakes the preparing thread, which then takes the GIL
+        self.stage, self.segment, self.end_step = Stage.RUNNING, segment, segment.end_step
         if self._recorder is not None and (ranks := self._pipeline.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:

@@ -44,16 +44,18 @@ class Reuse:
         """Add a draw of the `share` of `snapshot` (above 1 if samples come several times)."""
         if share <= 0:
             return
-        first = self._ids is _NONE  # np.union1d would load numpy.ma, 8 ms before the first batch
-        ids = np.sort(snapshot.shard_ids) if first else np.union1d(self._ids, snapshot.shard_ids)
-        unseen = np.ones(len(ids))
-        unseen[np.searchsorted(ids, self._ids)] = self._unseen
-        drawn = np.searchsorted(ids, snapshot.shard_ids)
-        first_seen = unseen[drawn] * min(share, 1.0)
-        unseen[drawn] -= first_seen
+        # In the gap between epochs: np.union1d takes 1.5 ms for 10,000 shards.
+        new = np.isin(snapshot.shard_ids, self._ids, invert=True, assume_unique=True)
+        if new.any():
+            ids = np.concatenate([self._ids, snapshot.shard_ids[new]])
+            unseen = np.concatenate([self._unseen, np.ones(len(ids) - len(self._ids))])
+            order = np.argsort(ids, kind="stable")
+            self._ids, self._unseen = ids[order], unseen[order]
+        drawn = np.searchsorted(self._ids, snapshot.shard_ids)
+        first_seen = self._unseen[drawn] * min(share, 1.0)
+        self._unseen[drawn] -= first_seen
         self._drawn += share * snapshot.num_samples
         self._distinct += float((first_seen * snapshot.counts).sum())
-        self._ids, self._unseen = ids, unseen
 
     @property
     def factor(self) -> float:
