@@ -212,6 +212,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure(
                 "gap_third_new_ms", "gap between epochs, a third of 10,000 shards new", "ms", 5, at_most=True
             ),
+            Figure("gap_ms", "gap between epochs, of the same 10,000 shards", "ms", 5, at_most=True),
             Figure("position_of_1e9_ms", "a position in an epoch of 10⁹ samples", "ms", 1, at_most=True),
             Figure("first_batch_s_at_100000", "100,000 shards: first batch", "s", 2, at_most=True),
             Figure("memory_mb_at_100000", "100,000 shards: memory besides torch's", "MB", 300, at_most=True),
