@@ -119,7 +119,7 @@ def select_shards(
 def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lease]:
     """Choose and lease the shards of an epoch, and count them as used."""
     split, view, reservations = request.split, request.view, cache.reservations
-    count_samples(cache, split, view)  # of shards where they were not counted yet
+    count_samples(cache, split, view)  # reads new shards, which the transaction below must not
     with reservations.leases.locked():
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)
         has_worker = cache.has_worker()
@@ -152,7 +152,7 @@ def restore_snapshot(
     cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None, view: View = ALL
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
-    count_samples(cache, split, view)  # of shards where they were not counted yet
+    count_samples(cache, split, view)  # reads new shards, which the transaction below must not
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
     with cache.reservations.leases.locked():
         with cache.catalogue.transaction() as tables:
@@ -291,7 +291,9 @@ def count_held_out(cache: Cache, split: Split) -> None:
 
 
 def count_samples(cache: Cache, split: Split | None, view: View = ALL) -> int:
-    """The number of samples of `split` (None: all) that `view` selects in published shards."""
+    """Count the samples of `split` (None: all) that `view` selects in published shards, each shard once, and
+    return their number.
+    """
     if view.selects:
         if split is not None:
             choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile

@@ -44,7 +44,7 @@ class Reuse:
         """Add a draw of the `share` of `snapshot` (above 1 if samples come several times)."""
         if share <= 0:
             return
-        # In the gap between epochs: np.union1d takes 1.5 ms for 10,000 shards.
+        # In the gap between epochs: np.union1d takes 1 ms for 7,000 shards.
         new = np.isin(snapshot.shard_ids, self._ids, invert=True, assume_unique=True)
         if new.any():
             ids = np.concatenate([self._ids, snapshot.shard_ids[new]])
