@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -269,6 +269,16 @@ class Span:
 
     start: tuple[int, int]
     stop: tuple[int, int]
+
+
+def spans_of(rows: Iterable[Sequence[int]]) -> tuple[Span, ...]:
+    """The spans of `rows`: the position and the offset of the start, and those of the stop."""
+    return tuple(Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in rows)
+
+
+def span_array(spans: Iterable[Span]) -> IntArray:
+    """The rows of `spans_of`, int64 `[n, 4]`."""
+    return np.array([[*span.start, *span.stop] for span in spans], np.int64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)

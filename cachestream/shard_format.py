@@ -26,6 +26,7 @@ SUFFIX: Final = ".safetensors"
 LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100 * 2**20
 _MAX_REASON: Final = 300
+KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 _BLANK_HASH: Final = "0" * 16
 _HEADER_HASH: Final = '"header_xxh3":"%s"'
 
@@ -177,6 +178,25 @@ class ShardData:
         header = self._bytes[: self.size_bytes - sum(len(column.data) for column in columns)].tobytes()
         return ShardContent(self.schema, self.num_samples, columns, self.fill, header)
 
+    def take(self, rows: npt.NDArray[np.int64], fill: Mapping[str, Any]) -> ShardContent:
+        """The content of a shard that has only the samples `rows`, int64 `[n]`, at least one."""
+        taken: dict[str, ColumnData] = {}
+        for field in (*self.schema.fields, KEYS):
+            name, dtype = field.name, STORAGE[field.dtype][0]
+            flat = self.array(name)
+            if field.shape is not None:
+                taken[name] = column_data(name, dtype, flat[rows])
+                continue
+            offsets = self.array(f"{name}#offsets")
+            values = np.concatenate([flat[offsets[row] : offsets[row + 1]] for row in rows])
+            ends = np.cumsum([0, *np.diff(offsets)[rows]], dtype="<i8")
+            taken[name] = column_data(name, dtype, values)
+            taken[f"{name}#offsets"] = column_data(f"{name}#offsets", "I64", ends)
+            if field.kind == "tensor":
+                shapes = self.array(f"{name}#shapes")[rows]
+                taken[f"{name}#shapes"] = column_data(f"{name}#shapes", "I64", shapes)
+        return ShardContent(self.schema, len(rows), tuple(taken[name] for name in self.columns), fill)
+
     def array(self, name: str) -> npt.NDArray[Any]:
         """The column `name`, without a copy."""
         column = self.columns[name]
@@ -210,6 +230,12 @@ class ShardData:
             return [part.view(dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         raw = [part.tobytes() for part in parts]
         return [one.decode("utf-8", "surrogatepass") for one in raw] if field.kind == "str" else raw
+
+
+def column_data(name: str, dtype: str, values: npt.NDArray[Any]) -> ColumnData:
+    """A column of `values`, which are stored little-endian as the safetensors dtype `dtype`."""
+    data = np.ascontiguousarray(values)
+    return ColumnData(name, dtype, data.shape, data.reshape(-1).view(np.uint8))
 
 
 def _count(value: Any) -> int:
@@ -255,7 +281,7 @@ def _expected_columns(
 ) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
     """Each column's dtype and shape; () for a flat column of any length."""
     offsets = np.dtype("<i8")
-    for field in (*schema.fields, Field(KEY_FIELD, "str", "uint8", 1, None)):
+    for field in (*schema.fields, KEYS):
         dtype = STORAGE[field.dtype][1]
         if field.shape is not None:
             trailing = (2,) if field.dtype == "complex128" else ()

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, Span, span_array
 from cachestream.storage.locks import is_held
 from cachestream.storage.progress import Claim, PassRow, Suspect
 from cachestream.storage.tables import FailureRow
@@ -177,11 +178,16 @@ class SharedPass:
 
 @dataclass(frozen=True, slots=True)
 class CachedSpans(Generic[Plan]):
-    """The plans of all passes by id, and for each requested part the cached spans: pass id → spans."""
+    """The plans of all passes by id, and for each requested part the cached spans: pass id → `span_array`."""
 
     source: str | None
     plans: dict[int, Plan]
-    spans: tuple[dict[int, list[Span]], ...]
+    spans: tuple[dict[int, IntArray], ...]
+
+    def of(self, plan: Plan, part: int = 0) -> IntArray:
+        """The spans of the pass with this plan, in one of the parts."""
+        found = [self.spans[part].get(pass_id) for pass_id, one in self.plans.items() if one == plan]
+        return next((spans for spans in found if spans is not None), np.empty((0, 4), np.int64))
 
 
 class Filling:
@@ -368,6 +374,11 @@ class Filling:
         making = tuple((claim.position, claim.stop) for claim, owner in claims if owner != SHARED)
         return SharedPass(passes[-1], undecided, making, sum(owner == OFFERED for _, owner in claims))
 
+    def being_made(self, positions: IntArray) -> npt.NDArray[np.bool_]:
+        """For each of `positions` of the current pass: True if a process of this cache makes it, or may."""
+        with self._catalogue.reading() as tables:
+            return _being_made(tables, tables.passes()[-1], positions)
+
     def shard_ids(self) -> set[int]:
         """The ids of all shards."""
         with self._catalogue.reading() as tables:
@@ -410,25 +421,44 @@ def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | No
                     tables.move_claim(part.id, part_start, claim.offset)
 
 
-def is_open(tables: Tables, pass_id: int, spans: Sequence[Span], *, is_shared: bool) -> bool:
-    """True if no shard holds samples of `spans`, and, with `is_shared`, this cache does not make them."""
-    ours = np.array([[*span.start, *span.stop] for span in spans], np.int64).reshape(-1, 4)
-    held = tables.span_array(pass_id)
-    for first, offset, last, until in ours:
+def is_open(
+    tables: Tables, pass_id: int, spans: Sequence[Span], current: PassRow, positions: IntArray
+) -> bool:
+    """True if no shard of the pass `pass_id` holds samples of `spans`, and no process of this cache makes those
+    at `positions` of the pass `current`. If that is another pass, none of its shards holds these either.
+    """
+    if len(overlapping(tables.spans_of(pass_id), spans)):
+        return False
+    if pass_id != current.id:
+        made = tables.spans_of(current.id)
+        if np.any(_within(positions, made[:, 0], made[:, 2] + (made[:, 3] > 0))):
+            return False
+    return not np.any(_being_made(tables, current, positions))
+
+
+def overlapping(held: IntArray, spans: Iterable[Span]) -> IntArray:
+    """Those of the spans `held` that have samples in common with `spans`; both as `span_array`."""
+    touches = np.zeros(len(held), np.bool_)
+    for first, offset, last, until in span_array(spans):
         begins_before = (held[:, 0] < last) | ((held[:, 0] == last) & (held[:, 1] < until))
         ends_after = (held[:, 2] > first) | ((held[:, 2] == first) & (held[:, 3] > offset))
-        if np.any(begins_before & ends_after):
-            return False
-    if not is_shared:
-        return True
-    row = tables.passes()[-1]
-    making = [(claim.position, claim.stop) for claim, owner in tables.claims(pass_id) if owner != SHARED]
-    making.append((row.next_position if row.id == pass_id else 0, sys.maxsize))  # not claimed yet, or over
-    return not any(
-        first < stop and start < last + (until > 0)
-        for first, _, last, until in ours
-        for start, stop in making
-    )
+        touches |= begins_before & ends_after
+    return held[touches]
+
+
+def _being_made(tables: Tables, row: PassRow, positions: IntArray) -> npt.NDArray[np.bool_]:
+    """For each of `positions`: True if a process of this cache makes it, or may, or if the pass is over."""
+    last = tables.passes()[-1]
+    making = [(claim.position, claim.stop) for claim, owner in tables.claims(row.id) if owner != SHARED]
+    making.append((last.next_position if last.id == row.id else 0, sys.maxsize))
+    ranges = np.array(making, np.int64)
+    return _within(positions, ranges[:, 0], ranges[:, 1])
+
+
+def _within(positions: IntArray, starts: IntArray, stops: IntArray) -> npt.NDArray[np.bool_]:
+    """For each of `positions`: True if it lies in one of the ranges from `starts` to `stops`."""
+    begun = np.searchsorted(np.sort(starts), positions, side="right")
+    return begun > np.searchsorted(np.sort(stops), positions, side="right")
 
 
 def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:

@@ -7,14 +7,14 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
 from cachestream.linux import move, remove
-from cachestream.schema import Schema, ShardRow, Span
+from cachestream.schema import Schema, ShardRow, Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.layout import (
@@ -159,11 +159,11 @@ def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Sche
     tables.enter_split(shard_id, shard.fill)
 
 
-def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, list[Span]]:
+def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, Sequence[Span]]:
     """The pass and the spans that a shard's `fill` names; pass 0 where it names none."""
     try:
         source, plan, length = fill["source"], fill["plan"], fill["length"]
-        spans = [Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in fill["spans"]]
+        spans = spans_of(fill["spans"])
         numbers = [length or 0, *(number for span in spans for number in (*span.start, *span.stop))]
         if max(map(abs, numbers)) >= 2**63:
             return 0, []

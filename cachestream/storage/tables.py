@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.errors import SchemaMismatchError
-from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span, span_array
 from cachestream.storage.eviction import ORDERS
 from cachestream.storage.progress import ProgressTables, Statements
 
@@ -159,22 +159,22 @@ class SplitTables(MetaTable):
         """Hold nothing out any more. Requires a cache without shards."""
         self.execute("DELETE FROM meta WHERE key = 'holdout'")
 
-    def spans(self, part: int = WHOLE) -> dict[int, list[Span]]:
-        """The spans of each pass that the shards hold: pass id → spans.
+    def spans(self, part: int = WHOLE) -> dict[int, IntArray]:
+        """The spans of each pass that the shards hold: pass id → `span_array`.
 
         With `part` TRAIN or HELD_OUT, shards that hold only samples of the other split are left out.
         """
-        found: dict[int, list[Span]] = {}
+        found: dict[int, list[bytes]] = {}
         other = None if self.holdout is None else {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part)
         without = f" WHERE id NOT IN (SELECT id FROM splits WHERE part = {other})" if other else ""
         for pass_id, blob in self.execute(f"SELECT pass_id, spans FROM shards{without}"):
-            found.setdefault(pass_id, []).extend(unpack_spans(blob))
-        return found
+            found.setdefault(pass_id, []).append(blob)
+        return {pass_id: _unpack_spans(blobs) for pass_id, blobs in found.items()}
 
-    def span_array(self, pass_id: int) -> IntArray:
-        """The spans of one pass that shards hold, int64 `[n, 4]`: position and offset of start and stop."""
+    def spans_of(self, pass_id: int) -> IntArray:
+        """The spans of one pass that shards hold, as `span_array`."""
         blobs = self.execute("SELECT spans FROM shards WHERE pass_id = ?", (pass_id,))
-        return np.frombuffer(b"".join(blob for (blob,) in blobs), np.int64).reshape(-1, 4)
+        return _unpack_spans(blob for (blob,) in blobs)
 
 
 class Tables(ProgressTables, SplitTables):
@@ -231,7 +231,7 @@ class Tables(ProgressTables, SplitTables):
         return None if row is None else ShardRow(*row)
 
     def insert_shard(self, row: ShardRow, schema_id: int, pass_id: int, spans: Sequence[Span]) -> None:
-        values = (*astuple(row), schema_id, pass_id, pack_spans(spans))
+        values = (*astuple(row), schema_id, pass_id, span_array(spans).tobytes())
         self.execute("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def delete_shards(self, ids: Iterable[int]) -> None:
@@ -395,10 +395,5 @@ class Tables(ProgressTables, SplitTables):
         return [FailureRow(*row) for row in rows]
 
 
-def pack_spans(spans: Sequence[Span]) -> bytes:
-    return np.array([[*span.start, *span.stop] for span in spans], np.int64).tobytes()
-
-
-def unpack_spans(blob: bytes) -> list[Span]:
-    rows = np.frombuffer(blob, np.int64).reshape(-1, 4).tolist()
-    return [Span((row[0], row[1]), (row[2], row[3])) for row in rows]
+def _unpack_spans(blobs: Iterable[bytes]) -> IntArray:
+    return np.frombuffer(b"".join(blobs), np.int64).reshape(-1, 4)

@@ -30,7 +30,7 @@ from cachestream.errors import (
     SchemaMismatchError,
     SourceUnavailableError,
 )
-from cachestream.schema import WHOLE, Span, is_held_out
+from cachestream.schema import WHOLE, is_held_out, spans_of
 from cachestream.shard_format import ShardContent, content_hash
 from cachestream.sources.base import DivisibleSource, Source, as_incremental, has_units
 from cachestream.sources.token_windows import apply_packing
@@ -200,9 +200,9 @@ class _Restorer:
             return
         covered = Coverage(
             {
-                maker.order_of(other): held.spans[0].get(pass_id, [])
+                maker.order_of(other): held.spans[0][pass_id]
                 for pass_id, other in held.plans.items()
-                if other.is_permutation and maker.has_same_units(other)
+                if pass_id in held.spans[0] and other.is_permutation and maker.has_same_units(other)
             }
         )
         for unit, first, stop in maker.parts_of(content):
@@ -218,7 +218,7 @@ class _Restorer:
         if plan not in self._passes:
             enter = self._cache.filling.enter_earlier_pass
             self._passes[plan] = enter(self._fingerprint, plan, fill["length"])
-        spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
+        spans = spans_of(fill["spans"])
         progress = UnitProgress(self._passes[plan])
         shard_ids = self._publisher.publish([made], spans, progress, spare_unused=False)
         if shard_ids is None:

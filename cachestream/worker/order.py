@@ -189,6 +189,10 @@ class PassPlan:
             ) from error
         return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, tuple(segments), growing)
 
+    def precedes(self, other: PassPlan) -> bool:
+        """True if `other` is a later pass over the same units, in the same kind of order."""
+        return self.ordinal < other.ordinal and replace(self, ordinal=other.ordinal) == other
+
     @property
     def share(self) -> int | None:
         """The number of units that this node reads; None for an endless source."""

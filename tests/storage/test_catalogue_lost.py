@@ -370,7 +370,7 @@ def test_a_shard_of_an_unknown_origin_is_adopted_and_one_that_is_broken_put_asid
     with filled.catalogue.reading() as tables:
         (row,) = tables.passes()
         assert (row.plan, row.length, row.next_position) == ("{}", 9, 0)
-        assert [(s.start, s.stop) for s in tables.spans()[row.id]] == [((0, 0), (3, 0)), ((5, 0), (6, 2))]
+        assert tables.spans()[row.id].tolist() == [[0, 0, 3, 0], [5, 0, 6, 2]]
         assert tables.meta("source") == "s"
         assert tables.meta("quarantined") == 1
     assert sorted(os.listdir(shards)) == [f"{i:012d}.safetensors" for i in (1, 3, 4, 5, 6)]

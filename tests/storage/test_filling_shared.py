@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -135,7 +136,9 @@ def test_a_copy_is_published_only_where_nothing_is_made_or_held(cache: Cache) ->
     def copy(start: tuple[int, int], stop: tuple[int, int]) -> bool:
         spans = [Span(start, stop)]
         with cache.catalogue.reading() as tables:
-            return is_open(tables, pass_id, spans, is_shared=True)
+            (current,) = tables.passes()
+            positions = np.arange(start[0], stop[0] + (stop[1] > 0))
+            return is_open(tables, pass_id, spans, current, positions)
 
     publish(cache, content(10), spans=[Span((4, 1), (6, 2))], progress=UnitProgress(pass_id))
     cache.filling.decide(pass_id, make=[(10, 12)], done=[(20, 21)])
@@ -152,6 +155,37 @@ def test_a_copy_is_published_only_where_nothing_is_made_or_held(cache: Cache) ->
     assert copy((19, 0), (22, 0))
     assert copy((21, 0), (30, 0))
     assert not copy((29, 0), (30, 1))
+
+
+def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_made_nor_held(
+    cache: Cache,
+) -> None:
+    pass_id = begin(cache)
+    publish(cache, content(10), spans=[Span((4, 1), (6, 2))], progress=UnitProgress(pass_id))
+    cache.filling.decide(pass_id, make=[(10, 12)], done=[(20, 21)])
+    earlier = cache.filling.enter_earlier_pass("source", "plan before", LENGTH)
+    assert earlier != pass_id
+
+    def is_open_at(*positions: int) -> bool:
+        with cache.catalogue.reading() as tables:
+            spans, current = [Span((4, 0), (7, 0))], tables.passes()[-1]
+            assert current.id == pass_id
+            return is_open(tables, earlier, spans, current, np.array(positions, np.int64))
+
+    closed = {4, 5, 6, 10, 11, LENGTH}
+    assert {position for position in range(LENGTH + 1) if not is_open_at(position)} == closed
+    assert is_open_at(29, 0, 7)
+    assert not is_open_at(29, 11, 7)
+    assert is_open_at()
+    assert cache.filling.being_made(np.array([0, 10, 12, 11, LENGTH])).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    publish(cache, content(10), spans=[Span((6, 0), (6, 1))], progress=UnitProgress(earlier))
+    assert not is_open_at(0)
 
 
 def test_a_shard_that_is_refused_leaves_nothing(cache: Cache) -> None:

@@ -1,4 +1,7 @@
-"""Copies of the shards of other caches: asked for, checked, and published within the limit of this cache."""
+"""Copies of the shards of other caches: asked for, checked, and published within the limit of this cache.
+
+A shard of which this cache holds some units already is published without these.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CorruptShardError
-from cachestream.schema import WHOLE, Span
+from cachestream.schema import WHOLE, Span, span_array, spans_of
 from cachestream.shard_format import LENGTH_BYTES, ShardContent, ShardData, header_bytes
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import is_open
+from cachestream.storage.filling import is_open, overlapping
 from cachestream.storage.os_errors import DiskFailedError
 from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
@@ -26,7 +29,7 @@ from cachestream.storage.telemetry import FETCHING, NO_SPACE, Board
 from cachestream.worker.cluster.directory import Copy, Range
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
-from cachestream.worker.sampling.cached_units import holds_units
+from cachestream.worker.sampling.cached_units import held_elsewhere, positions_in, positions_of
 
 ANSWER_S: Final = 10.0  # without an answer of the group for so long the cache goes on alone
 _AT_ONCE: Final = 4  # copies under way
@@ -50,7 +53,8 @@ class Copier:
     """Copies shards of other caches into `cache`, several at a time.
 
     `arrived`: the contents of those that have come, until the caller clears it. `refused`: those that this
-    cache cannot have. `exchanged` counts those of other partitions.
+    cache cannot have. `exchanged` counts those of other partitions. `has_room` is False once a shard of an
+    earlier pass did not fit: none is evicted for those.
     """
 
     def __init__(self, ray: Any, job: Job, cache: Cache) -> None:
@@ -58,6 +62,7 @@ class Copier:
         self._owner = Owner.temporary(cache.directory, "copy")
         self._slot = Board(cache.directory.worker_file("board")).sharing_slot
         self._publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, self._owner.name)
+        self._plan = ""  # of the current pass
         self._wanted: list[Copy] = []
         self._servers: Mapping[str, Any] = {}
         self._fetches: dict[Any, _Fetch] = {}
@@ -66,6 +71,7 @@ class Copier:
         self.refused: list[str] = []
         self.arrived: set[str] = set()
         self.exchanged = 0
+        self.has_room = True
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -73,12 +79,14 @@ class Copier:
             self._cancel(fetch)
         self._owner.release()
 
-    def want(self, copies: Sequence[Copy], servers: Mapping[str, Any], making: Sequence[Range]) -> None:
-        """Copy `copies` from `servers` from now on, and nothing of the positions `making`."""
-        for ref in [ref for ref, fetch in self._fetches.items() if fetch.copy.touches(making)]:
+    def want(
+        self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str, making: Sequence[Range]
+    ) -> None:
+        """Copy `copies` from `servers` from now on, and nothing of the positions `making` of the pass `plan`."""
+        for ref in [ref for ref, fetch in self._fetches.items() if fetch.copy.touches(plan, making)]:
             self._cancel(self._fetches.pop(ref))  # it would come for nothing
-        self._wanted = [copy for copy in copies if not copy.touches(making)]
-        self._servers = servers
+        self._wanted = [copy for copy in copies if not copy.touches(plan, making)]
+        self._servers, self._plan = servers, plan
         if not self._wanted:
             self._slot["state"] = FETCHING
 
@@ -108,9 +116,14 @@ class Copier:
             ]
             if is_here or not holders:
                 continue
-            reserved = self._reserve(copy.nbytes)
+            is_earlier = self._is_earlier(copy)
+            if is_earlier and self._wants_nothing_of(copy):
+                self.refused.append(copy.content)
+                continue
+            reserved = self._reserve(copy.nbytes, may_evict=not is_earlier)
             self._slot["state"] = NO_SPACE if reserved is None else FETCHING
             if reserved is None:
+                self.has_room = self.has_room and not is_earlier
                 self._wanted.clear()  # no space: asked again at the next report
                 return
             holder, shard_id = random.choice(holders)
@@ -118,9 +131,31 @@ class Copier:
             ref = self._servers[holder].read.remote(shard_id)
             self._fetches[ref] = _Fetch(copy, holder, reserved, until_s)
 
-    def _reserve(self, nbytes: int) -> int | None:
+    def _is_earlier(self, copy: Copy) -> bool:
+        """True for a shard of an earlier pass of this cache's share."""
+        plan = PassPlan.from_json(copy.plan)
+        return copy.plan != self._plan and plan.precedes(PassPlan.from_json(self._plan))
+
+    def _wants_nothing_of(self, copy: Copy) -> bool:
+        plan, current = PassPlan.from_json(copy.plan), PassPlan.from_json(self._plan)
+        return self._unwanted(plan, current, copy.spans) >= set(positions_of(copy.spans).tolist())
+
+    def _unwanted(self, plan: PassPlan, current: PassPlan, spans: Sequence[Span]) -> set[int]:
+        """The positions of `spans` in the pass `plan` whose samples this cache holds, or makes in the pass
+        `current`.
+        """
+        cached = self._cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
+        positions = positions_of(spans)
+        unwanted = held_elsewhere(cached, plan, positions)
+        if len(twice := overlapping(cached.of(plan), spans)):
+            unwanted |= [len(overlapping(twice, _at(position, spans))) > 0 for position in positions.tolist()]
+        if plan.precedes(current):
+            unwanted |= self._cache.filling.being_made(positions_in(current, plan, positions))
+        return set(positions[unwanted].tolist())
+
+    def _reserve(self, nbytes: int, *, may_evict: bool) -> int | None:
         """Reserve space for a shard before it is asked for; None if there is none now."""
-        reservations, may_evict = self._cache.reservations, self._job.when_full == "evict"
+        reservations, may_evict = self._cache.reservations, may_evict and self._job.when_full == "evict"
         try:
             return reservations.reserve(reservations.footprint(nbytes), self._owner.name, may_evict=may_evict)
         except (CacheFullError, CacheLockedError, DiskFailedError):
@@ -163,24 +198,28 @@ class Copier:
             self.refused.append(content)
 
     def _publish(self, fetch: _Fetch, data: npt.NDArray[np.uint8]) -> None:
-        content, spans = _checked(data, fetch.copy)
+        """Publish the samples of a shard that this cache lacks."""
+        shard = _checked(data, fetch.copy)
         shared, source = self._cache.filling.shared_pass(), self._job.fingerprint
         assert shared is not None
-        text = str(content.fill["plan"])
-        plan, is_foreign = PassPlan.from_json(text), False
-        pass_id = shared.row.id
-        if text != shared.row.plan:
-            is_foreign = plan.partition not in (None, self._job.partition)
-            if not is_foreign:  # of a pass that is over here
-                self._cancel(fetch)
-                return
-            pass_id = self._cache.filling.enter_earlier_pass(source, text, content.fill["length"])
-        if holds_units(self._cache.filling.cached_spans(PassPlan.from_json, (WHOLE,)), plan, spans):
+        text, pass_id = str(shard.fill["plan"]), shared.row.id
+        plan, current = PassPlan.from_json(text), PassPlan.from_json(shared.row.plan)
+        is_foreign = plan.partition not in (None, self._job.partition)
+        if not (is_foreign or plan == current or plan.precedes(current)):
+            self._cancel(fetch)  # of a pass that has not begun here
+            return
+        if plan != current:
+            pass_id = self._cache.filling.enter_earlier_pass(source, text, shard.fill["length"])
+        found = without(shard, self._unwanted(plan, current, fetch.copy.spans))
+        if found is None:
             self._cancel(fetch)
             self.refused.append(fetch.copy.content)
             return
+        content, spans = found
+        none = np.empty(0, np.int64)
+        positions = none if is_foreign else positions_in(current, plan, positions_of(spans))
         progress = UnitProgress(pass_id)
-        is_wanted = partial(is_open, pass_id=pass_id, spans=spans, is_shared=not is_foreign)
+        is_wanted = partial(is_open, pass_id=pass_id, spans=spans, current=shared.row, positions=positions)
         shard_ids = self._publisher.publish(
             [content], spans, progress, reserved=[fetch.reserved], only_if=is_wanted
         )
@@ -195,13 +234,47 @@ def last_line(reason: object) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[-1][:_LINE_CHARS]
 
 
-def spans_of(values: Sequence[Sequence[int]]) -> tuple[Span, ...]:
-    """The spans in the header of a shard."""
-    return tuple(Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in values)
+def without(shard: ShardData, positions: Collection[int]) -> tuple[ShardContent, tuple[Span, ...]] | None:
+    """The content and the spans of `shard` without the samples at `positions`.
+
+    None if nothing is left, or if the shard does not tell which samples these are.
+    """
+    spans = spans_of(shard.fill["spans"])
+    if not positions:
+        return shard.content(), spans
+    ends = np.array(shard.fill.get("ends", ()), np.int64).reshape(-1, 2)
+    counts, stays = np.diff(ends[:, 1], prepend=0), ~np.isin(ends[:, 0], list(positions))
+    rows = np.flatnonzero(np.repeat(stays, np.maximum(0, counts)))
+    if not len(rows) or counts.min() < 0 or counts.sum() != shard.num_samples:
+        return None
+    spans = tuple(span for one in spans for span in _cut(one, positions))
+    head = {name: value for name, value in shard.fill.items() if name != "spans"}
+    head |= {"ends": np.column_stack([ends[stays, 0], np.cumsum(counts[stays])]).tolist(), "is_part": True}
+    fill = head | {"spans": span_array(spans).tolist()}  # spans come last in a manifest
+    return shard.take(rows, fill), spans
 
 
-def _checked(data: npt.NDArray[np.uint8], copy: Copy) -> tuple[ShardContent, tuple[Span, ...]]:
-    """The content of a shard file that has come from another cache, and its spans.
+def _at(position: int, spans: Sequence[Span]) -> list[Span]:
+    """The parts of `spans` that lie in one position."""
+    start, stop = (position, 0), (position + 1, 0)
+    parts = (Span(max(start, span.start), min(stop, span.stop)) for span in spans)
+    return [part for part in parts if part.start < part.stop]
+
+
+def _cut(span: Span, positions: Collection[int]) -> Iterator[Span]:
+    """The parts of `span` between `positions`."""
+    start = span.start
+    for position in sorted(positions):
+        if span.start[0] <= position <= span.stop[0]:
+            if start < (position, 0):
+                yield Span(start, (position, 0))
+            start = position + 1, 0
+    if start < span.stop:
+        yield Span(start, span.stop)
+
+
+def _checked(data: npt.NDArray[np.uint8], copy: Copy) -> ShardData:
+    """The shard of a file that has come from another cache.
 
     Raises CorruptShardError unless all checksums match, and it is the shard that was asked for.
     """
@@ -213,4 +286,4 @@ def _checked(data: npt.NDArray[np.uint8], copy: Copy) -> tuple[ShardContent, tup
             raise ValueError("it is another shard")
     except ValueError as error:
         raise CorruptShardError(f"the shard {copy.content} came damaged: {error}") from error
-    return shard.content(), spans_of(shard.fill["spans"])
+    return shard

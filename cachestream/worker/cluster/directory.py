@@ -35,13 +35,17 @@ _start = attrgetter("start")
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """A shard of one cache: `content` is the hash of its content, the same wherever it is copied to."""
+    """A shard of one cache: `content` is the hash of its content, the same wherever it is copied to.
+
+    `is_part`: it has only some samples of the shard that it was copied from.
+    """
 
     content: str
     shard_id: int
     nbytes: int
     plan: str
     spans: tuple[Span, ...]
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class CacheReport:
     positions that its sampling processes have, or may take. `added` and `removed`: shards since its last
     report, all of them if it `joins`. `refused`: shards that it cannot have, since its last report: damaged
     ones, say. `wants`: the number of runs that it could begin to make. `exchange`: the number of shards of
-    other partitions that it wants. `has_evicted`: it has evicted shards in this pass.
+    other partitions that it wants. `has_evicted`: it has evicted shards in this pass. `has_room`: it has
+    never evicted any, and has room for more.
     """
 
     plan: str
@@ -65,6 +70,7 @@ class CacheReport:
     wants: int = 0
     exchange: int = 0
     has_evicted: bool = False
+    has_room: bool = False
     joins: bool = False
 
 
@@ -74,12 +80,15 @@ class Copy:
 
     content: str
     nbytes: int
+    plan: str
     spans: tuple[Span, ...]
     holders: tuple[tuple[str, int], ...]
 
-    def touches(self, ranges: Iterable[Range]) -> bool:
-        """True if the shard has samples of positions in `ranges`."""
-        return overlap(self.spans, [Span((start, 0), (stop, 0)) for start, stop in ranges])
+    def touches(self, plan: str, ranges: Iterable[Range]) -> bool:
+        """True if the shard has samples of positions in `ranges` of the pass with this plan."""
+        return plan == self.plan and overlap(
+            self.spans, [Span((start, 0), (stop, 0)) for start, stop in ranges]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ class _KnownShard:
     nbytes: int
     plan: str
     spans: tuple[Span, ...]
+    is_part: bool
     holders: dict[str, int] = field(default_factory=dict)
 
 
@@ -118,6 +128,7 @@ class _Member:
     undecided: set[int] = field(default_factory=set)
     making: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)  # both
+    waiting: set[int] = field(default_factory=set)  # undecided, and no part of them made here
     shards: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     spans: dict[str, list[Span]] = field(default_factory=dict)  # of each plan, in order
@@ -126,7 +137,7 @@ class _Member:
         """Take a report; `blocks` are those of its pass."""
         self.report, self.blocks, self.seen_s = report, blocks, now_s
         self.undecided, self.making = blocks.within(report.undecided), blocks.within(report.making)
-        self.unfinished = self.undecided | self.making
+        self.unfinished, self.waiting = self.undecided | self.making, self.undecided - self.making
 
     @property
     def held(self) -> list[Span]:
@@ -147,18 +158,22 @@ class _Member:
 
 
 class _Copies:
-    """The copies of one answer: no two of them have samples in common, nor with what the cache holds."""
+    """The copies of one answer.
+
+    No two of a pass have samples in common, nor with what the cache holds, but for those of earlier passes.
+    """
 
     def __init__(self, member: _Member) -> None:
         self.chosen: dict[str, Copy] = {}
         self._coming = {plan: list(spans) for plan, spans in member.spans.items()}
 
-    def add(self, content: str, shard: _KnownShard) -> None:
+    def add(self, content: str, shard: _KnownShard, *, may_overlap: bool = False) -> None:
         """Choose a shard, if there is room for another one."""
         coming = self._coming.setdefault(shard.plan, [])
-        if len(self.chosen) < _COPIES and content not in self.chosen and not overlap(coming, shard.spans):
+        is_apart = may_overlap or not overlap(coming, shard.spans)
+        if len(self.chosen) < _COPIES and content not in self.chosen and is_apart:
             holders = tuple(sorted(shard.holders.items()))
-            self.chosen[content] = Copy(content, shard.nbytes, shard.spans, holders)
+            self.chosen[content] = Copy(content, shard.nbytes, shard.plan, shard.spans, holders)
             _insert(coming, shard.spans)
 
 
@@ -293,7 +308,9 @@ class GroupDirectory:
         for held in report.added:
             shard = self._shards.get(held.content)
             if shard is None:
-                shard = self._shards[held.content] = _KnownShard(held.nbytes, held.plan, held.spans)
+                shard = self._shards[held.content] = _KnownShard(
+                    held.nbytes, held.plan, held.spans, held.is_part
+                )
             shard.holders[member.name] = held.shard_id
             member.add(held.content, shard)
             if (blocks := self._passes.get(held.plan)) is not None:
@@ -352,7 +369,9 @@ class GroupDirectory:
                     copies.add(content, self._shards[content])
                 if not found and blocks.is_made[block]:
                     lost.append(block)
-        given = self._give(member, free, lost, now_s)
+        # A cache that joins makes nothing before it has what the others hold.
+        wants = 0 if self._add_earlier(member, copies) else report.wants
+        given = self._give(member, free, lost, wants, now_s)
         if self.replicas is not None and now_s >= self._give_at_s and not report.has_evicted:
             self._restore(member, copies, self.replicas)
         self._exchange(member, copies)
@@ -365,9 +384,10 @@ class GroupDirectory:
         )
 
     def _copies_of(self, block: int, member: _Member) -> list[str]:
-        """The shards with samples of `block` that the cache could copy: it is undecided on all of each.
+        """The shards with samples of `block` that the cache could copy: it waits for all blocks of each.
 
-        Where samples were made twice, the shards of one cache come first: those of several would leave gaps.
+        Whole shards come before parts. Where samples were made twice, the shards of one cache come first: those
+        of several would leave gaps.
         """
         found = {content: self._shards[content] for content in member.blocks.shards[block] - member.refused}
         return sorted(
@@ -375,20 +395,21 @@ class GroupDirectory:
                 content
                 for content, shard in found.items()
                 if member.name not in shard.holders
-                and member.blocks.of_spans(shard.spans) <= member.undecided
+                and member.blocks.of_spans(shard.spans) <= member.waiting
                 and not overlap(member.held, shard.spans)
             ),
-            key=lambda content: (min(found[content].holders), content),
+            key=lambda content: (found[content].is_part, min(found[content].holders), content),
         )
 
-    def _give(self, member: _Member, free: list[int], lost: list[int], now_s: float) -> list[int]:
-        """Give the cache blocks to make: free ones, those whose samples are lost, or those that take long.
+    def _give(self, member: _Member, free: list[int], lost: list[int], wants: int, now_s: float) -> list[int]:
+        """Give the cache `wants` runs of blocks to make: free ones, those whose samples are lost, or those that
+        take long.
 
         Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
         """
         given: list[int] = []
         blocks, name = member.blocks, member.name
-        for _ in range(member.report.wants if now_s >= self._give_at_s else 0):
+        for _ in range(wants if now_s >= self._give_at_s else 0):
             chosen = free or lost
             if not chosen:
                 late = [block for block in blocks.overdue(now_s) if blocks.makers[block] != name]
@@ -434,6 +455,28 @@ class GroupDirectory:
                     keepers[maker] = self._keepers(maker, shard.plan)
                 if member.name in keepers[maker] and not blocks.of_spans(shard.spans) & member.unfinished:
                     copies.add(content, shard)
+
+    def _add_earlier(self, member: _Member, copies: _Copies) -> bool:
+        """Add shards of earlier passes, the latest first, if the cache has room; False if it lacks none.
+
+        The cache takes of each the units that it does not hold.
+        """
+        if not member.report.has_room:
+            return False
+        now = PassPlan.from_json(member.report.plan)
+        plans = {text: PassPlan.from_json(text) for text in {shard.plan for shard in self._shards.values()}}
+        ordinals = {text: plan.ordinal for text, plan in plans.items() if plan.precedes(now)}
+        found = (
+            (-ordinals[shard.plan], shard.is_part, content)
+            for content, shard in self._shards.items()
+            if shard.plan in ordinals and member.name not in shard.holders and content not in member.refused
+            if self.replicas is None or len(shard.holders) < self.replicas
+            if not _cover_all(member.spans.get(shard.plan, []), shard.spans)
+        )
+        lacking = [content for *_, content in sorted(found)]
+        for content in lacking:
+            copies.add(content, self._shards[content], may_overlap=True)
+        return bool(lacking)
 
     def _exchange(self, member: _Member, copies: _Copies) -> None:
         """Add shards of other partitions, a choice of its own for each cache.
@@ -485,12 +528,20 @@ def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 def covers(spans: Sequence[Span], start: int, stop: int) -> bool:
     """True if `spans`, in ascending order, hold all samples of the positions `start` to `stop`."""
-    reached = (start, 0)
-    for span in _from(spans, reached):
-        if span.start > reached or reached >= (stop, 0):
-            break
-        reached = max(reached, span.stop)
-    return reached >= (stop, 0)
+    return _cover_all(spans, [Span((start, 0), (stop, 0))])
+
+
+def _cover_all(spans: Sequence[Span], others: Iterable[Span]) -> bool:
+    """True if `spans`, in ascending order, hold all samples of `others`."""
+    for other in others:
+        reached = other.start
+        for span in _from(spans, reached):
+            if span.start > reached or reached >= other.stop:
+                break
+            reached = max(reached, span.stop)
+        if reached < other.stop:
+            return False
+    return True
 
 
 def overlap(spans: Sequence[Span], others: Iterable[Span]) -> bool:

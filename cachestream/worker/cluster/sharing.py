@@ -21,12 +21,13 @@ from typing import Any, Final
 
 from cachestream.errors import CacheError, CorruptShardError, SourceUnavailableError, WorkerError
 from cachestream.linux import name_process
+from cachestream.schema import spans_of
 from cachestream.storage.cache import Cache
 from cachestream.storage.filling import SharedPass
 from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.cluster.connection import ClusterOptions, connect
-from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line, spans_of
+from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line
 from cachestream.worker.cluster.directory import CacheReport, HeldShard
 from cachestream.worker.cluster.group import GroupActor, ShardServer, identity_of
 from cachestream.worker.cluster.supervision import ALONE
@@ -217,11 +218,12 @@ class GroupMember:
             shared.row, replace(plan, ordinal=answer.ordinal).to_json()
         ):
             return
-        self._copier.want(answer.copies, servers, answer.make)
+        self._copier.want(answer.copies, servers, shared.row.plan, answer.make)
         if answer.make or answer.done:
             self._cache.filling.decide(shared.row.id, make=answer.make, done=answer.done)
 
     def _report(self, shared: SharedPass) -> CacheReport:
+        state = self._cache.filling.state()
         added, removed = self._shards.changes()
         self._copier.arrived.clear()
         wanted = _OFFERED * self._job.num_workers - shared.offered
@@ -237,7 +239,8 @@ class GroupMember:
             tuple(refused),
             wants=max(0, wanted),
             exchange=self._exchange(),
-            has_evicted=self._cache.filling.state().has_evicted,
+            has_evicted=state.has_evicted,
+            has_room=self._copier.has_room and not state.evicted_shards,
             joins=self._joins,
         )
 
@@ -253,7 +256,7 @@ class GroupMember:
         """Join again, as a new cluster if the group does not answer for long: a head may be started again."""
         sys.stderr.write(f"the group {self._cluster.group!r} is away: {last_line(error)}\n")
         self._has_joined = False
-        self._copier.want((), {}, ())
+        self._copier.want((), {}, "", ())
         self._failures += 1
         if self._failures == _MOST_FAILURES:
             raise SourceUnavailableError(f"the Ray cluster at {self._cluster.address} is away")
@@ -282,11 +285,14 @@ def _held_shard(root: str, shard_id: int) -> HeldShard | None:
         return None
     try:
         spans, plan = spans_of(shard.fill["spans"]), str(shard.fill["plan"])
+        is_part = bool(shard.fill.get("is_part"))
     except (KeyError, TypeError, ValueError):
         return None
     finally:
         shard.close()
-    return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans) if spans else None
+    if not spans:
+        return None
+    return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans, is_part)
 
 
 def main() -> None:

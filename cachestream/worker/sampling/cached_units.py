@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from cachestream.listing.names import Names
@@ -63,30 +64,29 @@ def _hash(name: str) -> int:
 AnyOrder = UnitOrder | EarlierOrder
 
 
-def merge_spans(spans: Iterable[Span]) -> list[Span]:
-    """Sort `spans`, and join those that touch or overlap."""
-    merged: list[Span] = []
-    for span in sorted(spans):
-        if merged and span.start <= merged[-1].stop:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
-        else:
-            merged.append(span)
-    return merged
+def merge_spans(spans: IntArray) -> IntArray:
+    """Sort `spans`, int64 `[n, 4]` as `span_array`, and join those that touch or overlap."""
+    if not len(spans):
+        return spans
+    places, ranks = np.unique(spans.reshape(-1, 2), axis=0, return_inverse=True)
+    starts, stops = ranks.reshape(-1, 2).T
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(stops[order])
+    firsts = np.flatnonzero(np.append(True, starts[1:] > reached[:-1]))
+    lasts = np.append(firsts[1:], len(spans)) - 1
+    return np.hstack([places[starts[firsts]], places[reached[lasts]]])
 
 
 class _PassCoverage:
     """The spans of one pass, looked up by position."""
 
-    def __init__(self, order: AnyOrder, spans: list[Span]) -> None:
+    def __init__(self, order: AnyOrder, spans: IntArray) -> None:
         self._order = order
         merged = merge_spans(spans)
         # Ranges of positions that are covered from their first sample to their last.
-        starts = [span.start[0] + (span.start[1] > 0) for span in merged]
-        self._starts = np.array(starts, np.int64)
-        self._stops = np.array([span.stop[0] for span in merged], np.int64)
+        self._starts, self._stops = merged[:, 0] + (merged[:, 1] > 0), merged[:, 2]
         self._partial: dict[int, list[tuple[int, int]]] = {}
-        for span in merged:
-            (first, offset), (last, until) = span.start, span.stop
+        for first, offset, last, until in merged[(merged[:, 1] > 0) | (merged[:, 3] > 0)].tolist():
             if offset:
                 self._partial.setdefault(first, []).append((offset, until if first == last else END))
             if until and (first != last or not offset):
@@ -109,7 +109,7 @@ class _PassCoverage:
 class Coverage:
     """The samples of each unit that the cache holds, from any pass."""
 
-    def __init__(self, passes: Mapping[UnitOrder, list[Span]] | Mapping[AnyOrder, list[Span]]) -> None:
+    def __init__(self, passes: Mapping[UnitOrder, IntArray] | Mapping[AnyOrder, IntArray]) -> None:
         self._passes = [_PassCoverage(order, spans) for order, spans in passes.items()]
 
     def of(self, units: IntArray) -> list[Offsets]:
@@ -120,24 +120,39 @@ class Coverage:
         return [tuple(ranges) for ranges in found]
 
 
-def holds_units(cached: CachedSpans[PassPlan], plan: PassPlan, spans: Sequence[Span]) -> bool:
-    """True if shards of other passes than `plan` hold samples of the units in `spans`, or may hold them."""
+def positions_of(spans: Sequence[Span]) -> IntArray:
+    """The positions in which `spans` lie."""
+    return np.concatenate([np.arange(span.start[0], span.stop[0] + (span.stop[1] > 0)) for span in spans])
+
+
+def positions_in(current: PassPlan, plan: PassPlan, positions: IntArray) -> IntArray:
+    """The positions in the pass `current` of the units at `positions` of the pass `plan`.
+
+    Both have named orders that are permutations of the same units.
+    """
+    return positions if plan == current else UnitOrder(current).positions(UnitOrder(plan).units(positions))
+
+
+def held_elsewhere(
+    cached: CachedSpans[PassPlan], plan: PassPlan, positions: IntArray
+) -> npt.NDArray[np.bool_]:
+    """For each of `positions` of the pass `plan`: True if shards of other passes hold samples of its unit, or
+    may hold them.
+    """
     others = {
         other: cached.spans[0][pass_id]
         for pass_id, other in cached.plans.items()
-        if other != plan and cached.spans[0].get(pass_id)
+        if other != plan and pass_id in cached.spans[0]
     }
     if not others:
-        return False
+        return np.zeros(len(positions), np.bool_)
     units_of = plan.num_units, plan.listing
     if any(
         one.is_drawn or not one.is_permutation or (one.num_units, one.listing) != units_of for one in others
     ):
-        return True
-    positions = [np.arange(span.start[0], span.stop[0] + (span.stop[1] > 0)) for span in spans]
-    units = UnitOrder(plan, None, None).units(np.concatenate(positions))
-    found = Coverage({UnitOrder(one, None, None): held for one, held in others.items()}).of(units)
-    return any(found)
+        return np.ones(len(positions), np.bool_)
+    found = Coverage({UnitOrder(one): held for one, held in others.items()})
+    return np.array([bool(ranges) for ranges in found.of(UnitOrder(plan).units(positions))], np.bool_)
 
 
 _COVERAGE_AGE_S: Final = 10.0
@@ -193,14 +208,14 @@ class KnownOrders:
         return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
     def _coverage_of(
-        self, spans: dict[int, list[Span]], plans: dict[int, PassPlan], current: PassPlan
+        self, spans: dict[int, IntArray], plans: dict[int, PassPlan], current: PassPlan
     ) -> Coverage:
-        found: dict[AnyOrder, list[Span]] = {}
+        found: dict[AnyOrder, IntArray] = {}
         for pass_id, plan in plans.items():
-            if plan.is_permutation and self._is_known(plan):
+            if pass_id in spans and plan.is_permutation and self._is_known(plan):
                 order = self.of(plan) if self._has_same_units(plan, current) else self._earlier(plan)
                 if order is not None:
-                    found[order] = spans.get(pass_id, [])
+                    found[order] = spans[pass_id]
         return Coverage(found)
 
     def _has_same_units(self, plan: PassPlan, current: PassPlan) -> bool:

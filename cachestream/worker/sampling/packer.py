@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
-from cachestream.schema import KEY_FIELD, Field, Schema, storage_of
-from cachestream.shard_format import ColumnData, ShardContent
+from cachestream.schema import Field, Schema, storage_of
+from cachestream.shard_format import KEYS, ColumnData, ShardContent, column_data
 from cachestream.worker.sampling.encode import Column, Table, item_bytes, joined, stored_shape
 
 Votes = list[tuple[Schema, int]]  # how many samples have which schema
@@ -112,11 +112,12 @@ class _ColumnBuilder:
         np.cumsum(sizes // width, out=offsets[1:])
         columns = [
             ColumnData(field.name, dtype, (len(data) // width,), data),
-            _integers(f"{field.name}#offsets", offsets),
+            column_data(f"{field.name}#offsets", "I64", offsets),
         ]
         if field.kind == "tensor":
             shapes = np.array([shape for _, shape in self._runs], np.int64).reshape(-1, field.ndim)
-            columns.append(_integers(f"{field.name}#shapes", np.repeat(shapes, self._counts, axis=0)))
+            name, values = f"{field.name}#shapes", np.repeat(shapes, self._counts, axis=0)
+            columns.append(column_data(name, "I64", values))
         return columns
 
 
@@ -225,7 +226,7 @@ class Packer:
         columns: list[ColumnData] = []
         for field in self.schema.fields:
             columns.extend(self._builders[field.name].columns(field))
-        columns.extend(self._keys.columns(Field(KEY_FIELD, "str", "uint8", 1, None)))
+        columns.extend(self._keys.columns(KEYS))
         # Wide elements first: every column then starts at a multiple of its own width.
         columns.sort(key=lambda column: -_width(column.dtype))
         return ShardContent(self.schema, self.num_samples, tuple(columns), fill)
@@ -238,11 +239,6 @@ class Packer:
         self._fitting.clear()
         self.num_samples = 0
         self.size_bytes = 0
-
-
-def _integers(name: str, values: npt.NDArray[np.int64]) -> ColumnData:
-    data = np.ascontiguousarray(values, "<i8")
-    return ColumnData(name, "I64", data.shape, data.reshape(-1).view(np.uint8))
 
 
 def _width(dtype: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream import tracing
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
-from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out, span_array
 from cachestream.shard_format import ShardContent
 from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
 from cachestream.storage.progress import PassRow
@@ -49,6 +49,7 @@ class PendingProgress:
         self._claims: dict[int, tuple[int, int]] = {}
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
         self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
+        self.ends: dict[int, int] = {}  # position → number of samples in the shard, up to its last one
         self.cleared_suspects: list[int] = []  # positions that were read without a crash, or given up
         # Samples that were packed, dropped or skipped, and units that failed without killing a process.
         self.done = 0
@@ -140,6 +141,7 @@ class OpenShard:
         self.holdout = Holdout()
         # The splits of which samples were left out because other shards hold them.
         self.left_out: set[int] = set()
+        self.taken = 0  # samples that were packed, or are held back
         self.progress = PendingProgress()
         self.row: PassRow | None = None
         self.since_s: float | None = None
@@ -232,7 +234,9 @@ class BackgroundPublisher:
             return  # later progress would pass over the shard that was given up
         spans = shard.progress.spans
         fill = {"source": self._job.fingerprint, "plan": shard.row.plan, "length": shard.row.length}
-        contents = shard.contents({**fill, "spans": [[*span.start, *span.stop] for span in spans]})
+        is_shared = self._job.cluster is not None and self._job.cluster.group
+        ends = {"ends": list(shard.progress.ends.items())} if is_shared else {}
+        contents = shard.contents({**fill, **ends, "spans": span_array(spans).tolist()})
         try:
             self._commit(contents, spans, shard.progress.for_pass(shard.row.id))
         except SchemaMismatchError as error:

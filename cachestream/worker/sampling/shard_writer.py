@@ -87,6 +87,7 @@ class ShardWriter:
             self.flush()
             self.begin_shard()
         for table in tables:
+            self.open.taken += len(table)
             if self._first is None:
                 self._pack(table)
             else:
@@ -353,7 +354,9 @@ class SampleEncoder:
 
     def _add_progress(self, unit_read: UnitRead, start: int, stop: int) -> None:
         unit_read.done = stop
-        self._writer.open.progress.add_samples(unit_read.claim_id, unit_read.unit.position, start, stop)
+        shard, position = self._writer.open, unit_read.unit.position
+        shard.progress.add_samples(unit_read.claim_id, position, start, stop)
+        shard.progress.ends[position] = shard.taken
 
     def finish(self, unit_read: UnitRead, *, was_suspect: bool) -> None:
         """Count the unit as done, with its error if it has one."""

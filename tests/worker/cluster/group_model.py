@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from cachestream.schema import Span
@@ -94,6 +94,7 @@ class MemberModel:
     refused: set[str] = field(default_factory=set)
     joins: bool = True
     exchange: int = 0
+    has_room: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -116,6 +117,7 @@ class MemberModel:
             2 if len(self.making) < 4 else 0,
             self.exchange,
             bool(self.evicted),
+            self.has_room and not self.evicted,
             self.joins,
         )
 
@@ -153,16 +155,38 @@ class MemberModel:
         if self.units.real(new):
             self.publish(self.units.spans(new), self.name)
 
-    def publish(self, spans: tuple[Span, ...], maker: str) -> None:
-        content = f"{self.plan} {maker} {spans}"
+    def publish(self, spans: tuple[Span, ...], maker: str, plan: str = "", *, is_part: bool = False) -> None:
+        plan = plan or self.plan
+        content = f"{plan} {maker} {spans}"
         assert content not in self.shards
-        self._enter(HeldShard(content, len(self.shards) + 1, 100, self.plan, spans))
+        self._enter(HeldShard(content, len(self.shards) + 1, 100, plan, spans, is_part))
+
+    def make_earlier(self, number: int) -> None:
+        """Hold a shard of the pass before, of some units that it neither holds nor has made."""
+        held = {position for position, _ in self.held}
+        chosen = sorted(self.undecided - held)[number % 3 :: 2][:3]
+        if samples := self.units.of(chosen):
+            earlier = replace(PassPlan.from_json(self.plan), ordinal=-1).to_json()
+            self.publish(self.units.spans(samples), self.name, earlier)
 
     def _enter(self, shard: HeldShard) -> None:
-        samples = self.units.samples(shard.spans) if shard.plan == self.plan else set()
+        samples = self.samples(shard)
         assert not samples & self.held, "a sample is held twice"
         self.held |= samples
         self.shards[shard.content] = shard
+
+    def samples(self, shard: HeldShard) -> set[Sample]:
+        """The samples of a shard of this pass, or of an earlier one: each unit has one position in all passes."""
+        is_ours = shard.plan == self.plan or self.is_earlier(shard)
+        return self.units.samples(shard.spans) if is_ours else set()
+
+    def is_earlier(self, shard: HeldShard) -> bool:
+        return PassPlan.from_json(shard.plan).precedes(PassPlan.from_json(self.plan))
+
+    def held_in(self, plan: str) -> set[Sample]:
+        """The samples that it holds in shards of one pass."""
+        shards = (shard for shard in self.shards.values() if shard.plan == plan)
+        return set().union(*(self.units.samples(shard.spans) for shard in shards))
 
     def ask(self, others: dict[str, MemberModel], number: int) -> None:
         """Ask the holders of one of the copies for it."""
@@ -175,21 +199,28 @@ class MemberModel:
                 return
 
     def arrive(self, number: int) -> None:
-        """Publish a shard that was asked for, unless it makes or holds some of it meanwhile."""
+        """Publish what a shard that was asked for has of units that it neither holds nor makes meanwhile."""
         if not self.arriving:
             return
         shard = self.arriving.pop(number % len(self.arriving))
-        samples = self.units.samples(shard.spans)
-        if shard.plan != self.plan:
-            assert shard.content not in self.shards
-            self._enter(shard)
-        elif not {position for position, _ in samples} & self.making and not samples & self.held:
-            self._enter(shard)
+        samples = self.samples(shard)
+        elsewhere = {position for position, _ in self.held - self.held_in(shard.plan)}
+        unwanted = elsewhere | {position for position, _ in samples & self.held}
+        if self.is_earlier(shard):
+            unwanted |= self.making
+        kept = {one for one in samples if one[0] not in unwanted}
+        if kept == samples:
+            if shard.content not in self.shards and not {position for position, _ in kept} & self.making:
+                self._enter(shard)
+        elif not self.units.real(kept):
+            self.refused.add(shard.content)
+        elif not {position for position, _ in kept} & self.making:
+            self.publish(self.units.spans(kept), f"{self.name} of {shard.content}", shard.plan, is_part=True)
 
     def evict(self, number: int) -> None:
         if self.shards:
             shard = self.shards.pop(sorted(self.shards)[number % len(self.shards)])
-            gone = self.units.samples(shard.spans) if shard.plan == self.plan else set()
+            gone = self.samples(shard)
             self.evicted |= gone
             self.held -= gone
 
@@ -214,7 +245,7 @@ class GroupModel:
     def sync(self, name: str, *, is_lost: bool = False) -> None:
         """Let the cache report; with `is_lost`, the answer does not come, and the cache joins again."""
         member = self.members[name]
-        undecided, making, held = set(member.undecided), set(member.making), set(member.held)
+        undecided, making, held = set(member.undecided), set(member.making), member.held_in(member.plan)
         report = member.report()
         answer = self.directory.sync(name, report, self.now_s)
         if answer.is_known:
@@ -251,13 +282,17 @@ class GroupModel:
             )
             samples = {(shard.plan, one) for one in self.units.samples(shard.spans)}
             assert copy.content not in member.known
-            assert not samples & coming, "two copies have a sample in common"
+            assert not samples & coming or member.is_earlier(shard), "two copies have a sample in common"
             coming |= samples
             if shard.plan == member.plan:
                 positions = {position for _, (position, _) in samples}
                 assert not {one for _, one in samples} & held
                 is_restored = not positions & (undecided | making)
-                assert positions <= undecided or (is_restored and not member.evicted)
+                assert not positions & making
+                assert not is_restored or not member.evicted
+            elif member.is_earlier(shard):
+                assert report.has_room
+                assert not answer.make
 
     def step(self, name: str, action: str, number: int = 0) -> None:
         member = self.members[name]
@@ -271,6 +306,8 @@ class GroupModel:
             member.ask(self.members, number)
         elif action == "arrive":
             member.arrive(number)
+        elif action == "earlier":
+            member.make_earlier(number)
         elif action == "evict":
             member.evict(number)
         elif action == "alone":  # the group did not answer: some positions are made without it

@@ -64,6 +64,7 @@ ACTIONS = (
     "arrive",
     "lose",
     "evict",
+    "earlier",
     "alone",
     "leave",
     "silence",
@@ -107,7 +108,7 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
         elif action == "new":
             unused = [one for one in NAMES if one not in group.members and one not in group.directory.members]
             if unused:
-                group.enter(unused[0])
+                group.enter(unused[0]).has_room = bool(number % 2)
         else:
             group.step(name, action, number)
     group.now_s += SILENT_S + 1
@@ -316,6 +317,35 @@ def test_a_cache_copies_all_from_two_that_have_made_all_alone(
     late = group.enter("late")
     group.finish(rng, 40 + 4 * sum(sizes))
     assert not late.made
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes, blocks, st.integers(1, 3), st.sets(st.integers(0, 8)), st.randoms(use_true_random=False))
+def test_a_cache_that_joins_a_later_pass_makes_nothing_that_the_others_hold(
+    most_blocks: pytest.MonkeyPatch,
+    sizes: tuple[int, ...],
+    blocks: int,
+    count: int,
+    numbers: set[int],
+    rng: Random,
+) -> None:
+    most_blocks.setattr(directory, "MOST_BLOCKS", blocks)
+    group = GroupModel(Units(sizes), NAMES[:count])
+    first = group.members["a"]
+    for number in numbers:
+        first.make_earlier(number)
+    for shard in first.shards.values():  # the others have copied what the first one made
+        for member in list(group.members.values())[1:]:
+            member.arriving.append(shard)
+            member.arrive(0)
+    for _ in range(1 + rng.randrange(20)):
+        group.round(rng, 0.2)
+    held = {position for position, _ in first.held}
+    late = group.enter("late")
+    late.has_room = True
+    group.finish(rng, 40 + 4 * sum(sizes))
+    group.check_ended()
+    assert not held & set(late.made)
 
 
 def test_an_answer_names_few_copies_of_many() -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from cachestream import Cache, ConfigError, WorkerError, start_worker
 from cachestream.storage.shard import shard_path
 from tests.storage.support import disk_bytes, shard_ids
-from tests.worker.cluster.nodes import Members, open_files, reads, wait_for_end
+from tests.worker.cluster.nodes import DONE_S, Members, open_files, reads, wait_for_end
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     Processes,
@@ -37,6 +38,12 @@ def slow(value: str) -> Any:
 def numbers(folder: Path, **options: Any) -> Numbers:
     settings: dict[str, Any] = {"units": UNITS, "nbytes": 2000, "journal": str(folder / "journal")}
     return Numbers(**(settings | options))
+
+
+def passes_of(cache: Cache) -> int:
+    """The number of passes that `cache` has begun."""
+    row = cache.filling.state().last_pass
+    return 0 if row is None else row.id
 
 
 def assert_read_once(members: Members, source: Numbers) -> None:
@@ -131,6 +138,28 @@ def test_the_limit_holds_while_shards_come(members: Members, tmp_path: Path) -> 
     assert members.caches[0].fill_state() == "complete"
     assert 1_000_000 < largest <= 3_000_000
     only_once(small)
+
+
+def test_a_cache_that_joins_full_ones_reads_nothing_that_they_hold(members: Members, tmp_path: Path) -> None:
+    source = numbers(tmp_path, nbytes=20_000)
+    for _ in range(2):
+        members.start(source, size="3MB", shard_size="200KB")
+    with ExitStack() as users:
+        for cache in members.caches:
+            users.enter_context(in_use(cache))
+        wait_until(lambda: min(map(passes_of, members.caches)) > 1, "they have begun further passes", DONE_S)
+    with ExitStack() as leases:
+        for cache in members.caches:  # nothing is evicted from now on
+            leases.callback(cache.take_snapshot()[1].release)
+        held = set().union(*map(only_once, members.caches))
+        journal = tmp_path / "late"
+        late = members.start(numbers(tmp_path, nbytes=20_000, journal=str(journal)))
+        wait_for_end(late)
+    assert late.fill_state() == "complete"
+    assert only_once(late) == source.keys()
+    read = {f"{unit}/0" for unit in journal.read_text(encoding="utf-8").split()}
+    assert 0 < len(held) < UNITS
+    assert not read & held, (len(read), len(held), log_of(late))
 
 
 def test_a_full_cache_stops_though_the_others_make_everything(members: Members, tmp_path: Path) -> None:

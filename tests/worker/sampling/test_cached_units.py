@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachestream import Cache
 from cachestream.listing.names import Mark, NamesWriter
-from cachestream.schema import Span
+from cachestream.schema import Span, span_array, spans_of
 from cachestream.sources.base import stored_names
 from cachestream.sources.files import FileSource
 from cachestream.storage.filling import Assignment
@@ -40,7 +41,7 @@ SPANS = st.lists(
 )
 
 
-def held(spans: list[Span]) -> set[tuple[int, int]]:
+def held(spans: Sequence[Span]) -> set[tuple[int, int]]:
     """The (position, offset) that `spans` hold; offset SAMPLES stands for whatever would come after."""
     places = [(position, offset) for position in range(UNITS) for offset in range(SAMPLES + 1)]
     return {place for place in places if any(span.start <= place < span.stop for span in spans)}
@@ -48,14 +49,14 @@ def held(spans: list[Span]) -> set[tuple[int, int]]:
 
 @given(SPANS)
 def test_merged_spans_hold_the_same_and_neither_touch_nor_overlap(spans: list[Span]) -> None:
-    merged = merge_spans(spans)
+    merged = spans_of(merge_spans(span_array(spans)).tolist())
     assert held(merged) == held(spans)
     assert all(one.stop < other.start for one, other in itertools.pairwise(merged))
 
 
 @given(st.lists(SPANS, min_size=1, max_size=3))
 def test_coverage_tells_of_every_sample_whether_some_pass_holds_it(passes: list[list[Span]]) -> None:
-    coverage = Coverage({order(ordinal): spans for ordinal, spans in enumerate(passes)})
+    coverage = Coverage({order(ordinal): span_array(spans) for ordinal, spans in enumerate(passes)})
     units = np.arange(UNITS)
     found = coverage.of(units)
     for unit, ranges in zip(units.tolist(), found, strict=True):
@@ -82,7 +83,7 @@ def test_gaps_are_exactly_what_the_ranges_leave_out(ranges: list[tuple[int, int]
 
 
 def test_nothing_is_covered_without_spans() -> None:
-    assert [list(ranges) for ranges in Coverage({order(0): []}).of(np.arange(3))] == [[], [], []]
+    assert [list(ranges) for ranges in Coverage({order(0): span_array([])}).of(np.arange(3))] == [[], [], []]
     assert not is_whole(())
 
 
@@ -92,7 +93,7 @@ def test_a_unit_whose_parts_lie_in_different_passes_is_whole() -> None:
     units = np.array([2])
     one, other = int(first.positions(units)[0]), int(second.positions(units)[0])
     spans = {first: [Span((one, 3), (one + 1, 0))], second: [Span((other, 0), (other, 3))]}
-    assert is_whole(Coverage(spans).of(units)[0])
+    assert is_whole(Coverage({order: span_array(held) for order, held in spans.items()}).of(units)[0])
 
 
 class Claimant:
