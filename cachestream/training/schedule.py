@@ -24,14 +24,17 @@ _LEAST_AHEAD_S: Final = 1.0
 
 
 class Pace:
-    """The mean time that the trainer takes for a batch of an epoch, in seconds; until it has taken `least`
-    batches, that of the epoch before.
+    """The mean time that the trainer takes for a batch, in seconds, over at least the last half of the batches of
+    an epoch; until it has taken `least` batches, that of the epoch before.
+
+    So a pause, as of a first step that compiles, is forgotten before the epoch is over.
     """
 
     def __init__(self, least: int, clock: Callable[[], float], before_s: float | None = None) -> None:
         self._least = least
         self._clock = clock
-        self._began_s: float | None = None
+        # The batches done, and the time, where the mean begins, and where the next one will begin.
+        self._since = self._next = (0, 0.0)
         self._taken = 0
         self._estimate_s = before_s
 
@@ -42,11 +45,15 @@ class Pace:
     def record(self, batches: int, in_hand: int) -> None:
         """Record that the trainer took `batches` more, and begins to work on the last `in_hand`."""
         now_s = self._clock()
-        if self._began_s is None:
-            self._began_s = now_s
+        if not self._taken:
+            self._since = self._next = 0, now_s
         self._taken += batches
-        if self._taken > max(in_hand, self._least - 1):
-            self._estimate_s = (now_s - self._began_s) / (self._taken - in_hand)
+        done = self._taken - in_hand
+        if done > 0 and self._taken >= self._least:
+            began, began_s = self._since
+            self._estimate_s = (now_s - began_s) / (done - began)
+            if done >= max(self._least, 2 * self._next[0]):
+                self._since, self._next = self._next, (done, now_s)
 
     def should_prepare(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
         """Return whether to prepare the next segment: of `batches`, `gathered` are, `waiting` of them queued.

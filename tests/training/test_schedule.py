@@ -300,6 +300,17 @@ def test_a_trainer_that_pauses_has_its_next_segment_when_most_is_gathered(pause_
     assert pace.should_prepare(BATCHES, 750, 0, 0.0)
 
 
+@pytest.mark.parametrize("pause_s", [0.25, 30.0, 3600.0])
+@pytest.mark.parametrize("batches", [1, 8])
+def test_a_pause_is_forgotten_when_as_many_batches_have_followed(pause_s: float, batches: int) -> None:
+    """A first step compiles, or the disk stalls: the next segment of a short epoch must not come too late."""
+    for before in (0, 5):
+        pace = paced([0.008] * before + [pause_s] + [0.008] * (2 * before + 9), batches)
+        left = BATCHES * batches  # takes 8 s
+        assert pace.should_prepare(left, 0, 0, 9.0)
+        assert not pace.should_prepare(left, 0, 0, 7.0)
+
+
 def test_until_the_pace_is_known_that_of_the_epoch_before_is_expected() -> None:
     """A short epoch ends before its pace is known; the next one must be prepared by then."""
     new = Pace(4, Clock())
