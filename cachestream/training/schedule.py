@@ -42,6 +42,11 @@ class Pace:
         """A pace for the next epoch, which begins with the estimate of this one."""
         return Pace(self._least, self._clock, self._estimate_s)
 
+    @property
+    def has_begun(self) -> bool:
+        """True once the trainer has taken a batch of the epoch."""
+        return self._taken > 0
+
     def record(self, batches: int, in_hand: int) -> None:
         """Record that the trainer took `batches` more, and begins to work on the last `in_hand`."""
         now_s = self._clock()
@@ -114,7 +119,10 @@ class Schedule:
             self.needs_request = self.needs_request and request is None
             self._drop_groups(self._chain.is_stale)
             self._pace = self._pace.for_next_epoch()
-            self._wake_all()
+            self._batches.notify_all()
+            self._room.notify_all()
+            if request is not None or self.gathering is None:
+                self._work.notify_all()  # otherwise not before the first batch: it would take the GIL
         self._chain.close_retired()
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
@@ -124,10 +132,12 @@ class Schedule:
             group = self._groups.popleft()
             self._in_hand = group if group.is_prefetched else None
             taken = 0 if group.is_prefetched else len(group)  # prefetched ones are reported by `advance`
+            is_first = not self._pace.has_begun
             self._pace.record(taken, taken)
             if self._has_room_again():
                 self._room.notify()
-            self._wake_if_due()
+            if not is_first or self.gathering is None:
+                self._wake_if_due()
             return group
 
     def peek(self, epoch: int, timeout_s: float) -> BatchGroup:

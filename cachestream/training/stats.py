@@ -44,18 +44,26 @@ class Reuse:
         """Add a draw of the `share` of `snapshot` (above 1 if samples come several times)."""
         if share <= 0:
             return
-        # In the gap between epochs: np.union1d takes 1 ms for 7,000 shards.
-        new = np.isin(snapshot.shard_ids, self._ids, invert=True, assume_unique=True)
-        if new.any():
-            ids = np.concatenate([self._ids, snapshot.shard_ids[new]])
-            unseen = np.concatenate([self._unseen, np.ones(len(ids) - len(self._ids))])
-            order = np.argsort(ids, kind="stable")
-            self._ids, self._unseen = ids[order], unseen[order]
-        drawn = np.searchsorted(self._ids, snapshot.shard_ids)
+        drawn = self._indices(snapshot.shard_ids)
         first_seen = self._unseen[drawn] * min(share, 1.0)
         self._unseen[drawn] -= first_seen
         self._drawn += share * snapshot.num_samples
         self._distinct += float((first_seen * snapshot.counts).sum())
+
+    def _indices(self, shard_ids: IntArray) -> IntArray | slice:
+        """The indices of `shard_ids` in `_ids`, to which unknown ones are added.
+
+        This is in the gap between epochs: for 7,000 shards np.union1d takes 1 ms, np.isin 0.3.
+        """
+        if np.array_equal(shard_ids, self._ids):
+            return slice(None)
+        new = np.isin(shard_ids, self._ids, invert=True, assume_unique=True)
+        if new.any():
+            ids = np.concatenate([self._ids, shard_ids[new]])
+            unseen = np.concatenate([self._unseen, np.ones(len(ids) - len(self._ids))])
+            order = np.argsort(ids, kind="stable")
+            self._ids, self._unseen = ids[order], unseen[order]
+        return np.searchsorted(self._ids, shard_ids)
 
     @property
     def factor(self) -> float:
@@ -109,9 +117,12 @@ class Meter:
         if segment.sources is not None:
             self._sources.enter(segment.sources, segment.plan, self._counts.batches)
         snapshot = segment.snapshot
-        new = np.isin(snapshot.shard_ids, self._shard_ids, invert=True, assume_unique=True)
-        self._shard_ids = np.concatenate([self._shard_ids, snapshot.shard_ids[new]])
-        self._epoch_samples += int(snapshot.counts[new].sum())
+        ids, counts = snapshot.shard_ids, snapshot.counts
+        if len(self._shard_ids):
+            new = np.isin(ids, self._shard_ids, invert=True, assume_unique=True)
+            ids, counts = np.concatenate([self._shard_ids, ids[new]]), counts[new]
+        self._shard_ids = ids
+        self._epoch_samples += int(counts.sum())
 
     def add_gap(self, seconds: float) -> None:
         """Add `seconds` spent in the loader between two epochs."""
