@@ -152,12 +152,10 @@ def test_a_cache_that_joins_full_ones_reads_nothing_that_they_hold(members: Memb
         for cache in members.caches:  # nothing is evicted from now on
             leases.callback(cache.take_snapshot()[1].release)
         held = set().union(*map(only_once, members.caches))
-        journal = tmp_path / "late"
-        late = members.start(numbers(tmp_path, nbytes=20_000, journal=str(journal)))
-        wait_for_end(late)
-    assert late.fill_state() == "complete"
-    assert only_once(late) == source.keys()
-    read = {f"{unit}/0" for unit in journal.read_text(encoding="utf-8").split()}
+        late_source = numbers(tmp_path, nbytes=20_000, journal=str(tmp_path / "late"))
+        late = members.start(late_source)
+        wait_until(lambda: only_once(late) >= held and reads(late_source) > 5, "it has all of that", DONE_S)
+    read = {f"{unit}/0" for unit in Path(late_source.journal).read_text(encoding="utf-8").split()}
     assert 0 < len(held) < UNITS
     assert not read & held, (len(read), len(held), log_of(late))
 
