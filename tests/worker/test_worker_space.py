@@ -183,7 +183,7 @@ def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) ->
     with (
         newest_first,
         cs.start_worker(newest_first, source, num_workers=1, shard_size="200KB"),
-        in_use(cache),
+        in_use(newest_first),
     ):
         within(cache, 3 * MB, lambda: evicted(cache) > 50, "something was evicted")
         with cache.catalogue.reading() as tables:
