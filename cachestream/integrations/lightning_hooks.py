@@ -118,8 +118,8 @@ class DataHooks:
     """A data module's hooks: loaders are made on each rank, and closed when Lightning is done with them.
 
     Args:
-        train, val, test: a loader, or a function that makes one: it is called in each process that trains (also
-            under the spawn strategies), where the ranks know each other. What a function made is closed after
+        train, val, test: a loader, or a function that makes one: it is called in each process that trains
+            (also under the spawn strategies), where the ranks know each other. What a function made is closed after
             the run; a later run's goes on at the state that it had.
     """
 

@@ -235,8 +235,8 @@ def check_unit(source: object, unit: int, num_units: int | None) -> None:
 def in_own_context(read: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
     """Run every iterator of the generator function `read` in a context of its own (`contextvars`).
 
-    A generator shares the context of the caller otherwise, and two that are read in turns would apply the limit
-    for one object of each other's source.
+    A generator shares the context of the caller otherwise, and two that are read in turns would apply the
+    limit for one object of each other's source.
     """
 
     @functools.wraps(read)

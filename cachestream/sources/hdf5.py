@@ -8,6 +8,7 @@ parallel. h5py reads datasets with other filters, and types that need a conversi
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -118,6 +119,22 @@ def overlap(
     return tuple(inside), tuple(outside)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector of this process off.
+
+    HDF5 has a lock of its own, which it holds while it waits for what another thread fetches. A collection in
+    that thread that frees an object of h5py would wait for this lock.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Hdf5Array:
     """The dataset `name` of an HDF5 file; None: the only one in the file.
 
@@ -217,7 +234,7 @@ class Hdf5Array:
     @contextlib.contextmanager
     def _dataset(self) -> Iterator[Any]:
         """Hold the process-wide HDF5 lock and yield the opened dataset, which is closed on any error."""
-        with _call_lock.held():
+        with _call_lock.held(), _no_collection():
             if self._pid != os.getpid():
                 self._reset()
             try:

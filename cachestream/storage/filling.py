@@ -424,8 +424,8 @@ def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | No
 def is_open(
     tables: Tables, pass_id: int, spans: Sequence[Span], current: PassRow, positions: IntArray
 ) -> bool:
-    """True if no shard of the pass `pass_id` holds samples of `spans`, and no process of this cache makes those
-    at `positions` of the pass `current`. If that is another pass, none of its shards holds these either.
+    """True if no shard of the pass `pass_id` holds samples of `spans`, and no process of this cache makes
+    those at `positions` of the pass `current`. If that is another pass, none of its shards holds these either.
     """
     if len(overlapping(tables.spans_of(pass_id), spans)):
         return False

@@ -48,8 +48,8 @@ _URGENT_OPEN_S: Final = 0.5  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
 _OPEN_AT_ONCE: Final = 16
 
-# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a wait
-# for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
+# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a
+# wait for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
 _RANKS_DEADLINE_S: Final = 60.0
 
 _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"

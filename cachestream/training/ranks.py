@@ -70,8 +70,8 @@ class Ranks:
     def agree(
         self, name: str, mine: Payload, cancelled: Callable[[], bool], *, in_group: bool = False
     ) -> list[Payload]:
-        """The payloads of all ranks, or of those in the group, in round `name`, in ascending order. An error of
-        any of them is raised on all.
+        """The payloads of all ranks, or of those in the group, in round `name`, in ascending order. An error
+        of any of them is raised on all.
         """
         return [mine]
 

@@ -175,8 +175,8 @@ def _client(host: str, port: int, connect_s: float, answer_s: float) -> TCPStore
     """
     with _connecting:
         before = set(_sockets_to(port))
-        # Torch's own timeout covers the connecting only, not the first answer. And where a connection ends just
-        # before its timeout, torch makes another one.
+        # Torch's own timeout covers the connecting only, not the first answer. And where a connection ends
+        # just before its timeout, torch makes another one.
         over = threading.Event()
 
         def watch() -> None:

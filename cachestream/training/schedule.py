@@ -24,8 +24,8 @@ _LEAST_AHEAD_S: Final = 1.0
 
 
 class Pace:
-    """The mean time that the trainer takes for a batch, in seconds, over at least the last half of the batches of
-    an epoch; until it has taken `least` batches, that of the epoch before.
+    """The mean time that the trainer takes for a batch, in seconds, over at least the last half of the batches
+    of an epoch; until it has taken `least` batches, that of the epoch before.
 
     So a pause, as of a first step that compiles, is forgotten before the epoch is over.
     """
@@ -84,8 +84,8 @@ class Schedule:
     limits its own). `_groups` wait in the trainer's order; `_in_hand` is the group taken last, if its batches
     are still being gathered.
 
-    `needs_request`: the next epoch must be requested again, because its preparation failed, or an interrupt may
-    have lost its first batches. `gathering`: the segment that the gathering thread works on.
+    `needs_request`: the next epoch must be requested again, because its preparation failed, or an interrupt
+    may have lost its first batches. `gathering`: the segment that the gathering thread works on.
 
     Each thread has a condition of its own, so that a batch wakes up one thread: the trainer waits for
     `_batches` (a batch or a length), the gathering thread for `_room` (room or a segment), the preparing
@@ -166,8 +166,8 @@ class Schedule:
             )
 
     def segment(self, epoch: int, timeout_s: float) -> Segment:
-        """The oldest open segment of `epoch`; waits until it is prepared. Raises as `take` does, and EpochError
-        for an epoch that was left.
+        """The oldest open segment of `epoch`; waits until it is prepared. Raises as `take` does, and
+        EpochError for an epoch that was left.
         """
         with self._lock:
             chain = self._chain

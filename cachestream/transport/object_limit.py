@@ -1,7 +1,7 @@
 """The limit for one object: the most bytes that are read of it, or that decompressing it may give.
 
 An object is held in memory as a whole: a file, the files of a sample in a tar, a record, the arrays of an
-archive, the pixels of an image. The limit is the source's `max_object_size`, and at most the cache's size limit.
+archive, the pixels of an image. The limit is the source's `max_object_size`, at most the cache's size limit.
 """
 
 from __future__ import annotations

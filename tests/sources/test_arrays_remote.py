@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import http.server
 import shutil
@@ -284,9 +285,28 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+class _Collecting(_Quiet):
+    """Leave one of `files` to the garbage collector before each answer, and have it run in this thread."""
+
+    files: Final[list[Any]] = []
+
+    def do_GET(self) -> None:
+        if self.files:
+            cycle: list[Any] = [self.files.pop()]
+            cycle.append(cycle)
+            del cycle
+        _ = [[] for _ in range(10_000)]
+        super().do_GET()
+
+
 @pytest.fixture(scope="module")
 def plain_server(arrays: Path) -> Iterator[str]:
-    handler = functools.partial(_Quiet, directory=str(arrays))
+    with serving(functools.partial(_Quiet, directory=str(arrays))) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(handler: Callable[..., Any]) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -329,6 +349,12 @@ def test_a_web_server_without_ranges_serves_too(plain_server: str, name: str) ->
     source = ArraySource(f"{plain_server}/{name}", window=(10, 500), windows="grid")
     for unit in (0, 30):
         check(read(source, unit))
+
+
+def test_an_hdf5_file_that_is_garbage_does_not_hold_up_one_that_is_fetched(arrays: Path) -> None:
+    _Collecting.files[:] = [h5py.File(f"{n}", "w", driver="core", backing_store=False) for n in range(100)]
+    with serving(functools.partial(_Collecting, directory=str(arrays))) as url:
+        check(read(ArraySource(f"{url}/a.h5::/gzip", window=(10, 500), windows="grid")))
 
 
 def test_a_signed_url_shows_nowhere(ranging_server: str) -> None:

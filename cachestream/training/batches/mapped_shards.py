@@ -281,8 +281,8 @@ class EpochMaps:
     def _drop_all(self) -> None:
         with self._lock:
             self.mapped[:] = False
-            # A copy that runs since before the last drop may have read addresses of maps made since then. None
-            # runs for longer: no more than two batches are opened after its own.
+            # A copy that runs since before the last drop may have read addresses of maps made since then.
+            # None runs for longer: no more than two batches are opened after its own.
             self._dropped, self.keepers = self.keepers, np.full(len(self.mapped), None, object)
 
     def _adopt(self, previous: EpochMaps) -> None:

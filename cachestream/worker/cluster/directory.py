@@ -24,8 +24,8 @@ Range = tuple[int, int]  # positions [start, stop)
 MOST_BLOCKS: Final = 4096
 SILENT_S: Final = 20.0  # a cache that is silent for so long is gone: its blocks go to others
 _OVERDUE_S: Final = 10.0  # a block that takes longer, and 4 times the usual time, is given to another too
-# A cache that joins alone, and not empty, may come from a directory that was lost: the others follow, and have
-# their blocks before any are given.
+# A cache that joins alone, and not empty, may come from a directory that was lost: the others follow, and
+# have their blocks before any are given.
 _SETTLE_S: Final = 3.0
 _RUNS: Final = 8  # a run of blocks is this part of a cache's share of what is left
 _MOST_RUNS: Final = 256  # of a pass
@@ -386,8 +386,8 @@ class GroupDirectory:
     def _copies_of(self, block: int, member: _Member) -> list[str]:
         """The shards with samples of `block` that the cache could copy: it waits for all blocks of each.
 
-        Whole shards come before parts. Where samples were made twice, the shards of one cache come first: those
-        of several would leave gaps.
+        Whole shards come before parts. Where samples were made twice, the shards of one cache come first:
+        those of several would leave gaps.
         """
         found = {content: self._shards[content] for content in member.blocks.shards[block] - member.refused}
         return sorted(
@@ -402,8 +402,8 @@ class GroupDirectory:
         )
 
     def _give(self, member: _Member, free: list[int], lost: list[int], wants: int, now_s: float) -> list[int]:
-        """Give the cache `wants` runs of blocks to make: free ones, those whose samples are lost, or those that
-        take long.
+        """Give the cache `wants` runs of blocks to make: free ones, those whose samples are lost, or those
+        that take long.
 
         Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
         """
