@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,6 +96,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"no mount here: {mounted.stderr.decode().strip()}")
     try:
         yield path
-    finally:
-        with suppress(subprocess.CalledProcessError):
-            subprocess.run(["umount", str(path)], check=True)
+    finally:  # lazily: the traceback of a failed test may hold a file open, and pytest removes the folder at the end
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
