@@ -218,6 +218,11 @@ class Preparer:
         batch_size, drop_last, remaining = options.batch_size, options.drop_last, self._remaining(request)
         if bounds is not None:
             batches = (len(bounds) - 1) // group_size
+            if not batches and request.records is None and options.replay is None:
+                raise NotEnoughSamplesError(
+                    f"{self._cache.path}: each of {group_size} ranks takes a batch, and {size} samples make only "
+                    f"{len(bounds) - 1}; wait for more (min_samples=), or make smaller batches"
+                )
             return Plan(size, batch_size, group_size, batches, bounds), request.done + batches
         ends = remaining is None or size >= remaining
         if remaining is not None:

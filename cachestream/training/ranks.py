@@ -117,11 +117,13 @@ class StoreRanks(Ranks):
         hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first, self._serve)
         self._connection.stop_serving()
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
+        first = hellos[0]["settings"]
         for r, hello in enumerate(hellos):
-            for name, value in hellos[0]["settings"].items():
-                if hello["settings"].get(name) != value:
+            given = hello["settings"]
+            for name in first | given:  # some settings are there only where an argument is given
+                if given.get(name) != first.get(name):
                     raise RankMismatchError(
-                        f"{self._names[r]} has {name}={hello['settings'].get(name)!r}, rank 0 has {name}={value!r}: "
+                        f"{self._names[r]} has {name}={given.get(name)!r}, rank 0 has {name}={first.get(name)!r}: "
                         "give all ranks the same arguments, and make the loaders in the same order"
                     )
         caches = [str(hello["cache"]) for hello in hellos]

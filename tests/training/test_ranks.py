@@ -278,6 +278,22 @@ def test_other_arguments_on_a_rank_are_an_error_on_all_at_once(new_cache: NewCac
         assert "batch_size=4, rank 0 has batch_size=3" in str(error)
 
 
+@pytest.mark.parametrize("chooser", [0, 1])
+def test_an_argument_that_one_rank_alone_gives_is_an_error_on_all(
+    chooser: int, new_cache: NewCache, new_job: NewJob
+) -> None:
+    """Also where it is not rank 0, and each rank draws from a cache of its own."""
+    caches = [new_cache(2, 12), new_cache(2, 12)]
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> Epochs:
+        return epochs_of(make(caches[rank], 4, holdout=0.2 if rank == chooser else None), 1)
+
+    errors = new_job(2).run(work)
+    for error in errors:
+        assert isinstance(error, RankMismatchError), error
+        assert "split=" in str(error)
+
+
 def test_a_failure_of_one_rank_is_the_same_error_on_all(new_cache: NewCache, new_job: NewJob) -> None:
     caches = [new_cache(2, 12), new_cache(1, 2)]
     set_fill_state(caches[1], "complete")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream import Cache, ConfigError, EpochLoader
+from cachestream import Cache, ConfigError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training.token_batches import group_by_length, shuffle_batches
 from tests.training.conftest import NewJob
@@ -140,6 +140,16 @@ def test_a_shard_whose_lengths_are_damaged_is_quarantined(cache: Cache, new_job:
     assert len(samples) == len(set(samples)) > 120 - 2 * 16
     assert not set(samples) & set(range(60, 140))
     assert (cache.num_shards, cache.status().quarantined) == (2, 1)
+
+
+def test_fewer_batches_than_ranks_are_an_error_and_no_empty_epoch(cache_of: CacheOf, new_job: NewJob) -> None:
+    cache = cache_of([{"t": torch.zeros(4), "n": n} for n in range(10)], [10])
+    errors: list[Any] = new_job(2).run(
+        lambda _, make: drawn(make(cache, 16, max_tokens={"t": 8000}, min_samples=10))
+    )
+    for error in errors:
+        assert isinstance(error, NotEnoughSamplesError)
+        assert "each of 2 ranks takes a batch, and 10 samples make only 1" in str(error)
 
 
 def test_an_epoch_size_is_the_most_that_is_drawn(cache: Cache) -> None:
