@@ -147,11 +147,12 @@ def leave_out(
     """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
 
     `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
-    are selected, never all shards, nor so many that fewer than `min_samples` remain.
+    are selected, and not so many that fewer than `min_samples` remain, or none.
     """
-    used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
+    used = np.flatnonzero(uses)
     if leave_bytes <= 0 or not len(used):
         return np.empty(0, np.int64)
     enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
-    spare = int(np.searchsorted(np.cumsum(counts[used]), int(counts.sum()) - min_samples, side="right"))
+    spare_samples = int(counts.sum()) - max(1, min_samples)
+    spare = int(np.searchsorted(np.cumsum(counts[used]), spare_samples, side="right"))
     return ids[used[: min(enough, spare)]]

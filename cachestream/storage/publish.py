@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -137,8 +137,9 @@ class Publisher:
             )
 
     def _cancel(self, shard_ids: list[int]) -> None:
-        for shard_id in shard_ids:
-            self._reservations.cancel(shard_id, self._owner)
+        with ExitStack() as stack:  # each of them, also if another one fails
+            for shard_id in shard_ids:
+                stack.callback(self._reservations.cancel, shard_id, self._owner)
 
     def commit(self, progress: UnitProgress) -> None:
         """Commit progress that brought no samples."""

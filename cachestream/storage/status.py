@@ -412,12 +412,12 @@ def _share_done(positions_done: int, length: int | None) -> float | None:
 
 
 def _board(directory: Directory) -> Board | None:
-    """The board of the running worker; None if none runs."""
+    """The board of the running worker, as it is now; None if none runs."""
     path = directory.worker_file("board")
     if not has_worker(directory) or not os.path.exists(path):
         return None
     with translated_disk_errors(path):
-        return Board(path)
+        return Board(path, read_only=True)
 
 
 def _worker_status(directory: Directory) -> WorkerStatus | None:

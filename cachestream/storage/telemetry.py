@@ -129,18 +129,22 @@ def unfinished_run(path: str) -> Run | None:
 
 
 class Board:
-    """The live counters of a worker, in the file `path`: a slot for each process, after a head."""
+    """The live counters of a worker, in the file `path`: a slot for each process, after a head.
 
-    def __init__(self, path: str) -> None:
-        fd = open_private(path, os.O_RDWR | os.O_CREAT)
-        try:
-            if os.fstat(fd).st_size < _SIZE:
-                os.posix_fallocate(fd, 0, _SIZE)
-            self._map = mmap.mmap(fd, _SIZE)
-        finally:
-            os.close(fd)
-        self._head = np.frombuffer(self._map, _HEAD, 1)
-        self._slots = np.frombuffer(self._map, _SLOT, _SLOTS, _HEAD.itemsize)
+    With `read_only`, they are those of this moment, and the file must exist.
+    """
+
+    def __init__(self, path: str, *, read_only: bool = False) -> None:
+        data: bytes | mmap.mmap
+        with open(path, "rb" if read_only else "a+b", opener=open_private) as file:
+            if read_only:
+                data = file.read(_SIZE).ljust(_SIZE, b"\0")  # another version's may be shorter
+            else:
+                if os.fstat(file.fileno()).st_size < _SIZE:
+                    os.posix_fallocate(file.fileno(), 0, _SIZE)
+                data = mmap.mmap(file.fileno(), _SIZE)
+        self._head = np.frombuffer(data, _HEAD, 1)
+        self._slots = np.frombuffer(data, _SLOT, _SLOTS, _HEAD.itemsize)
 
     def reset(self, pid: int, processes: int, now_s: float) -> None:
         """Start over for a new supervisor."""

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, NotEnoughSamplesError
 from cachestream.schema import ShardRow
 from cachestream.storage import cache as cache_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, chosen_by, describe_shortage
-from cachestream.storage.locks import lock_file
+from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.reservations import Owner
 from cachestream.storage.snapshots import ReusableSnapshots
+from cachestream.storage.view import make_view
 from tests.storage.support import (
     DEADLINE_S,
     content,
@@ -251,9 +252,20 @@ def newest_first(rows: Sequence[ShardRow]) -> list[ShardRow]:
 def fill_up(cache: Cache, size_bytes: int = 80_000) -> list[int]:
     """Publish until nothing fits any more."""
     for _ in range(1000):
-        if publish(cache, content(0, size_bytes=size_bytes)) is None:
+        first = 3 * len(shard_ids(cache)) + 3
+        if publish(cache, content(first, size_bytes=size_bytes)) is None:
             return shard_ids(cache)
     raise AssertionError("it evicts what it should keep, and is never full")
+
+
+def begin_filling(cache: Cache) -> HeldFile:
+    """Have the cache look as if a worker filled it from an endless source."""
+    filling = lock_file(cache.directory.worker_file("supervisor.lock"))
+    assert filling is not None
+    with cache.catalogue.transaction() as tables:
+        tables.insert_pass("{}", None, 0)
+        tables.set_meta("fill_state", "filling")
+    return filling
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", "least-weight", newest_first])
@@ -303,11 +315,7 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
     """A shard that one of them holds cannot be replaced, even if the other leaves it out."""
     cache = make_cache("2MB", eviction=policy)
     fill_up(cache)
-    filling = lock_file(cache.directory.worker_file("supervisor.lock"))
-    assert filling is not None
-    with cache.catalogue.transaction() as tables:
-        tables.insert_pass("{}", None, 0)
-        tables.set_meta("fill_state", "filling")
+    filling = begin_filling(cache)
     trainers = [ReusableSnapshots(cache), ReusableSnapshots(cache)]
     held: list[Any] = [None, None]
     for turn in range(8):
@@ -319,6 +327,27 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
             left = [set(shard_ids(cache)) - set(taken.shard_ids.tolist()) for taken, _ in held]
             assert len(left[0] & left[1]) * 80_000 > 0.2 * cache.size_limit, f"turn {turn}: {left}"
     for _, lease in held:
+        lease.release()
+    filling.release(unlink=True)
+
+
+@pytest.mark.parametrize("chosen", [[1], [1, 2], []])
+def test_a_condition_whose_samples_would_all_be_left_out_still_has_one_shard_of_them(
+    make_cache: Callable[..., Cache], chosen: list[int]
+) -> None:
+    """The shards that eviction takes first are the only ones with samples that the condition selects."""
+    cache = make_cache("1MB")
+    fill_up(cache)
+    use_all(cache)
+    filling = begin_filling(cache)
+    wanted = [3 * shard_id for shard_id in chosen]  # the first of the three samples in each
+    view = make_view(lambda columns: np.isin(columns["n"], wanted), None)
+    if not chosen:
+        with pytest.raises(NotEnoughSamplesError, match="where= selects 0 of"):
+            cache.take_snapshot(turnover=0.25, view=view)
+    else:
+        snapshot, lease = cache.take_snapshot(turnover=0.25, view=view)
+        assert snapshot.shard_ids.tolist() == chosen[-1:]
         lease.release()
     filling.release(unlink=True)
 

@@ -17,7 +17,9 @@ from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.storage import layout as module
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import open_directory
+from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import disk_footprint, effective_limit
+from cachestream.storage.telemetry import Board
 from tests.storage.support import (
     as_nobody,
     assert_sound,
@@ -164,16 +166,21 @@ def test_a_read_only_cache_can_be_looked_at_and_writers_get_one_clear_error(fast
     path = fast_path / "cache"
     with new_cache(path) as cache:
         publish(cache, content(0))
+        worker = lock_file(cache.directory.supervisor_lock)
+        assert worker is not None
+        Board(cache.directory.worker_file("board")).reset(1234, 2, 5.0)
     for folder, _, files in os.walk(path):
         os.chmod(folder, 0o555)
         for name in files:
             os.chmod(os.path.join(folder, name), 0o444)
-    (path / "worker" / "board").touch(0o444)
 
     def attempt() -> None:
         cache = Cache(path)
         assert cache.num_samples == 3
-        assert cache.status().num_shards == 1
+        status = cache.status()
+        assert status.num_shards == 1
+        assert status.worker is not None
+        assert status.worker.pid == 1234
         assert "3 samples in 1 shards" in repr(cache)
         assert cache.verify().ok
         cannot = "cannot be written"
@@ -191,6 +198,7 @@ def test_a_read_only_cache_can_be_looked_at_and_writers_get_one_clear_error(fast
         assert cache.num_samples == 3
 
     assert as_nobody(path, attempt) == 0
+    worker.release()
 
 
 @needs_root

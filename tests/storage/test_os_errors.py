@@ -19,6 +19,7 @@ from cachestream.errors import CacheError, CacheFullError, CorruptShardError, No
 from cachestream.linux import FileMap
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
+from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner, Reservations
 from tests.storage.steps import Action, Steps, copy_of, steps_of
 from tests.storage.support import (
@@ -230,6 +231,28 @@ def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
         assert reservations == "0 reservations"
         with Cache(path) as cache:
             assert_sound(cache)
+
+
+def test_a_writer_of_several_shards_gives_back_what_was_reserved_for_each(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the second shard, and then the release of both."""
+    owner = Owner(cache.directory, "writer")
+    publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
+
+    def full(*_: object) -> None:
+        raise CacheFullError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "_enter", full)
+        patch.setattr(Reservations, "_remove_files", full)
+        with pytest.raises(CacheFullError):
+            publisher.publish([content(0), content(10)], [], UnitProgress(0))
+    assert publish(cache, content(20), owner=owner.name) is not None
+    with cache.catalogue.reading() as tables:
+        assert tables.reservations() == []
+    owner.release()
+    assert_sound(cache)
 
 
 # --- the real thing
