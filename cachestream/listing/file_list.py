@@ -258,8 +258,14 @@ def _is_a_file(url: str) -> bool:
     return bool(extension_of(name)) and not MAGIC.search(name)
 
 
+def _as_items(given: Any) -> list[Any]:
+    """Return the items of an iterable; a text, a path or anything else as the only one."""
+    is_one = isinstance(given, str | os.PathLike) or not isinstance(given, Iterable)
+    return [given] if is_one else list(given)
+
+
 def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:
-    given: list[Any] = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+    given = _as_items(urls)
     if not given or not all(isinstance(url, str | os.PathLike) and os.fspath(url) for url in given):
         raise ConfigError(f"{owner} takes a path or URL, or a list of at least one of them")
     return [os.fspath(url) for url in given]
@@ -268,7 +274,7 @@ def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:
 def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
     if extensions is None or extensions == "*":
         return ()
-    given: list[Any] = [extensions] if isinstance(extensions, str) else list(extensions)
+    given = _as_items(extensions)
     if not given or not all(isinstance(one, str) and one for one in given):
         raise ConfigError(f"extensions={extensions!r}: give endings such as ['.jpg', '.png']")
     return tuple(sorted({f".{one.lstrip('.').lower()}" for one in given}))

@@ -77,7 +77,17 @@ def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
     root, pattern = split_wildcard(path)
     if not pattern:
         raise SourceError(f"{path}: no such file or folder; check the path")
-    return root, list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+    found = list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+    if "**" in pattern:
+        circular = {folder for folder in set(map(parent_of, found)) if _is_circular(root, folder)}
+        found = [one for one in found if parent_of(one) not in circular]
+    return root, found
+
+
+def _is_circular(root: str, folder: str) -> bool:
+    """Return whether a link on the way from `root` to `folder` leads back to a folder above it."""
+    passed = [folder[:end] for end in range(len(root), len(folder) + 1) if folder[:end].endswith("/")]
+    return len(set(map(os.path.realpath, passed))) < len(passed)
 
 
 class _RemoteFinder:

@@ -133,8 +133,9 @@ class Manifest:
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not os.fspath(self.url):
-            raise ConfigError("Manifest takes the path or URL of a list of files")
+        url: Any = self.url
+        if not isinstance(url, str | os.PathLike) or not os.fspath(url):
+            raise ConfigError("Manifest takes the path or URL of one file, which lists the others")
         if self._ending.removesuffix(".gz").endswith(_OBJECTS):
             raise ConfigError(
                 f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, "

@@ -252,13 +252,16 @@ class CallBackend(_CallingBackend):
         return _version_of_info(await self.driver.filesystem._info(path))
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        if start < 0:  # the answer would not tell where its bytes lie
+            version = version if version.size_bytes >= 0 else await self.stat(path)
+            start = max(0, version.size_bytes + start)
         begun_s = time.monotonic()
         span = {} if start == 0 and stop is None else {"start": start, "end": stop}
         data: bytes = await self.driver.filesystem._cat_file(path, **span)
         self._call_size.took(len(data), time.monotonic() - begun_s)
-        ended = start >= 0 and (stop is None or len(data) < stop - start)
-        is_told = version.size_bytes < 0 and ended  # less than was asked for is the rest of the file
-        return body_of(data, max(0, start), Version(start + len(data)) if is_told else Version())
+        if version.size_bytes < 0 and (stop is None or len(data) < stop - start):
+            version = Version(start + len(data))  # less than was asked for is the rest of the file
+        return body_of(data, start, version)
 
 
 def body_of(data: bytes, start: int, version: Version) -> Body:

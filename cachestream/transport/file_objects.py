@@ -64,6 +64,9 @@ class SeekableFile(io.RawIOBase):
         self._position = stop
         return data
 
+    def readall(self) -> bytes:
+        return bytes(self.read())
+
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
         data = self.read(len(out))

@@ -105,14 +105,14 @@ class RemoteObject:
 
     def tail(self, nbytes: int) -> memoryview:
         """Return the last `nbytes`, or the whole file if it is shorter."""
-        return self._read_slice(-nbytes, None)[-nbytes:]
+        return self._read_slice(-nbytes, None)
 
     def _read_slice(self, start: int, stop: int | None) -> memoryview:
         """Return the bytes that exist from `start` (negative: from the end) to `stop` (None: the end)."""
         if self._local is None and backend_of(self.remote).tells_version:
             memory = _Memory(self.remote.most_bytes, stop)
             run_blocking(self._fill_memory(memory, start, stop))
-            return memory.all()
+            return memory.all()[min(start, 0) :]  # where no size is told, a suffix comes with all before it
         first, last, _ = slice(start, stop).indices(self.look().size_bytes)
         return self.read(first, last)
 
@@ -126,7 +126,7 @@ class RemoteObject:
         await self._fill_memory(memory, start, stop, on_loop=True)
         if (start, stop) == (0, None):
             self.remote.saw_object(memory.num_bytes)
-        return memory.all()
+        return memory.all()[min(start, 0) :]
 
     async def _fill_memory(
         self, memory: _Memory, start: int, stop: int | None, *, on_loop: bool = False

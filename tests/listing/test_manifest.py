@@ -268,3 +268,9 @@ def test_a_million_names_cost_their_bytes(tmp_path: Path) -> None:
     assert count == 300_000
     assert names_mib <= 14
     assert peak_mib < 5 * names_mib
+
+
+@pytest.mark.parametrize("bad", ["", None, ["a.jpg", "b.jpg"]])
+def test_what_is_no_path_of_a_manifest_is_refused(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="path or URL of one file, which lists the others"):
+        Manifest(bad)

@@ -124,6 +124,7 @@ def test_links_that_form_a_circle_are_followed_once(tmp_path: Path) -> None:
     make(tmp_path, "a/x.bin")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     assert keys(FileSource(tmp_path)) == ["a/x.bin"]
+    assert keys(FileSource(f"{tmp_path}/**/*.bin")) == ["a/x.bin"]
 
 
 def test_a_name_that_is_not_utf8_is_read_and_has_a_printable_key(tmp_path: Path) -> None:
@@ -199,10 +200,17 @@ def test_an_unknown_scheme_and_a_missing_driver_say_what_to_do() -> None:
         FileSource("gs://bucket/x")
 
 
-@pytest.mark.parametrize("urls", [[], "", [""], [1]])
+@pytest.mark.parametrize("urls", [[], "", [""], [1], 5, None])
 def test_what_is_no_url_is_refused(urls: Any) -> None:
     with pytest.raises(ConfigError, match="path or URL"):
         FileSource(urls)
+
+
+def test_what_is_no_ending_is_refused(tmp_path: Path) -> None:
+    bad: Any
+    for bad in (5, [], [""], [None]):
+        with pytest.raises(ConfigError, match="give endings such as"):
+            FileSource(tmp_path, extensions=bad)
 
 
 def test_the_digest_changes_with_the_listing_and_the_fingerprint_does_not(tmp_path: Path) -> None:

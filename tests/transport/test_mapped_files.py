@@ -11,6 +11,7 @@ import pytest
 
 from cachestream.errors import SampleError
 from cachestream.linux import FileMap
+from cachestream.transport import metering
 from cachestream.transport.backends import Version
 from cachestream.transport.local_files import mapped_spans
 from cachestream.transport.remote import Remote
@@ -97,3 +98,19 @@ def test_a_file_that_was_mapped_still_pickles(path: Path) -> None:
     file.read_spans(SPANS, sparse=True)
     copy = pickle.loads(pickle.dumps(file))
     assert bytes(copy.read_spans(SPANS, sparse=True)[0]) == path.read_bytes()[10:20]
+
+
+@pytest.mark.parametrize("can_bring_in", [True, False])
+def test_bytes_are_announced_once_mapped_or_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch, can_bring_in: bool
+) -> None:
+    """Under a bandwidth limit, a reader waits for what it announces."""
+    monkeypatch.setattr(FileMap, "bring_in", lambda *_: can_bring_in)
+    asked: list[int] = []
+    came: list[int] = []
+    metering.install(came.append, asked.append)
+    try:
+        ranged(path).read_spans(SPANS, sparse=True)
+    finally:
+        metering.install(None)
+    assert sum(asked) == sum(came) == sum(stop - start for start, stop in SPANS)

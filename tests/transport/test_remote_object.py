@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -11,9 +12,12 @@ from typing import Any, Final
 import fsspec
 import numpy as np
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering
+from cachestream.transport.backends import Version
+from cachestream.transport.file_objects import open_file
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
 from cachestream.transport.remote_object import RemoteObject, fetch, open_stream
@@ -136,6 +140,45 @@ def test_a_file_whose_driver_is_given_up_is_closed_by_the_thread_that_opened_it(
     assert Files.is_closed.wait(TIMEOUT_S)
     assert Files.closed == Files.opened
     assert remote.driver() is not driver
+
+
+# --- an asynchronous driver that tells no version in its answers
+
+
+class Slices(AsyncFileSystem):  # type: ignore[misc]
+    """Such a driver, with one file of `DATA`."""
+
+    protocol = "slices"
+    cachable = False
+    tells_size = True
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": len(DATA) if self.tells_size else None}
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        return DATA[start:end]
+
+
+fsspec.register_implementation("slices", Slices, clobber=True)
+
+
+@pytest.mark.parametrize("tells_size", [True, False])
+def test_the_end_of_a_file_is_its_end_whether_its_size_is_known_or_not(
+    monkeypatch: pytest.MonkeyPatch, tells_size: bool
+) -> None:
+    """The index of a shard of Zarr is asked for in this way."""
+    monkeypatch.setattr(Slices, "tells_size", tells_size)
+    file = RemoteObject(Remote("slices://a.bin"), "a.bin", "there")
+    for _ in range(2):
+        assert bytes(asyncio.run(file.read_on_loop(-1000))) == DATA[-1000:]
+    file.version = Version()
+    assert bytes(asyncio.run(file.read_on_loop(-2 * len(DATA)))) == DATA
+
+
+def test_a_file_object_is_read_to_its_end_in_one_call() -> None:
+    with open_file(Remote("slices://a.bin"), "a.bin", "there") as file:
+        assert file.read(5) == DATA[:5]
+        assert file.read() == DATA[5:]
 
 
 # --- what is asked for, and what is raised
