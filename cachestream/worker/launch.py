@@ -28,6 +28,7 @@ from cachestream.config import (
     parse_size,
 )
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
+from cachestream.schema import check_holdout
 from cachestream.sources import plugins
 from cachestream.sources.base import (
     DivisibleSource,
@@ -47,7 +48,13 @@ from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import PROCESSES_AT_MOST, READS_AT_ONCE
 from cachestream.transport.remote import Remote
-from cachestream.worker.cluster.connection import ENGINES, MOST_ACTORS, ClusterOptions, current_address
+from cachestream.worker.cluster.connection import (
+    ENGINES,
+    MOST_ACTORS,
+    ClusterOptions,
+    check_actor_options,
+    current_address,
+)
 from cachestream.worker.job import Job, Payload, pack, transform_fingerprint
 from cachestream.worker.order import Partition, PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
@@ -83,6 +90,7 @@ class WorkerOptions:
     share: str | None = None
     replicas: int | None = None
     exchange: float = 0.0
+    holdout: float | None = None
 
     def check(self) -> None:
         """Raise ConfigError for values that are wrong with any cache and source."""
@@ -97,8 +105,10 @@ class WorkerOptions:
         if self.transform is not None and not callable(self.transform):
             raise ConfigError(f"transform={self.transform!r}: must be a function of one sample")
         check_count("seed", self.seed, -math.inf)
-        if self.shard_size is not None:
-            parse_size(self.shard_size, "shard_size")
+        if self.shard_size is not None and parse_size(self.shard_size, "shard_size") == 0:
+            raise ConfigError(f"shard_size={self.shard_size!r}: must be above 0")
+        if self.holdout is not None:
+            check_holdout(self.holdout)
         self._bandwidth()
         parse_partition(self.partition)
         kind_of(self.order)
@@ -109,6 +119,8 @@ class WorkerOptions:
         check_mapping("ray_options", self.ray_options, "{'num_cpus': 2}")
         if self.ray_options and self.engine != "ray":
             raise ConfigError("ray_options= are for the actors of engine='ray'")
+        if self.ray_options:
+            check_actor_options(self.ray_options)
         if self.share is None:
             if self.replicas is not None or self.exchange:
                 raise ConfigError("replicas= and exchange= are of a group of caches: name it with share=")
@@ -131,10 +143,15 @@ class WorkerOptions:
             )
         if num_units is None:
             raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
-        if held_out_share(cache)[0] is not None:
-            raise ConfigError(
-                "share= and holdout= do not go together yet: hold out by the loader, EpochLoader(split=)"
-            )
+        self._refuse_holdout(cache, "share= and holdout= do not go together yet: hold out files instead")
+
+    def _refuse_holdout(self, cache: Cache, message: str) -> None:
+        """Raise ConfigError if samples are to be held out, or the cache holds some out."""
+        stored, _ = held_out_share(cache)
+        if stored is not None:
+            message += f" ({cache.path} holds out {stored:g} of its samples; 'cachestream clear' forgets it)"
+        if stored is not None or self.holdout is not None:
+            raise ConfigError(message)
 
     def _cluster(self) -> ClusterOptions | None:
         if self.engine == "local" and self.share is None:
@@ -159,8 +176,10 @@ class WorkerOptions:
         if getattr(source, "cache_folder", None) == cache.path:
             raise ConfigError(f"{cache.path}: a cache cannot be filled from itself; give another cache")
         source, transform = apply_packing(source, self.transform)
-        if isinstance(self.transform, PackTokens) and held_out_share(cache)[0] is not None:
-            raise ConfigError("pack_tokens() has no holdout=: hold out files instead, with two caches")
+        if isinstance(self.transform, PackTokens):
+            self._refuse_holdout(
+                cache, "pack_tokens() has no holdout=: hold out files instead, with two caches"
+            )
         source = self._divided(cache, source)
         cluster = self._cluster()
         growing = None
@@ -244,7 +263,7 @@ class WorkerOptions:
         if self.shard_size is None:
             return min(parse_size(DEFAULT_SHARD), max(1, usable // 8))
         shard_bytes = parse_size(self.shard_size, "shard_size")
-        if not 0 < shard_bytes <= usable:
+        if shard_bytes > usable:
             raise ConfigError(
                 f"shard_size={self.shard_size!r} does not fit a cache of {format_size(cache.size_limit)} "
                 f"({format_size(max(0, usable))} of it for shards); raise size_limit or lower shard_size"

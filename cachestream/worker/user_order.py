@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +25,7 @@ _OTHERS: Final = "weights, a function of progress, or a torch Sampler over units
 _CURRICULUM_KEY: Final = 4
 _MIXTURE_KEY: Final = 6
 _NO_SHARE: Final = 1e-9
+_LEAST_BOUND, _MOST_REPEATS = 1 << 20, 16  # of the numbers that a sampler draws for one pass
 STEPS: Final = 100
 _LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
 
@@ -183,9 +184,14 @@ def _unit_numbers(drawn: Iterable[Any]) -> Iterator[int]:
 def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
     """The units of this share that a sampler draws.
 
-    Raises ConfigError if it draws none, or numbers that are no units.
+    Raises ConfigError if it draws none, numbers that are no units, or no end of them.
     """
-    units: IntArray = np.fromiter(_unit_numbers(drawn), np.int64)
+    most = max(_LEAST_BOUND, _MOST_REPEATS * (num_units or 0))
+    units: IntArray = np.fromiter(islice(_unit_numbers(drawn), most + 1), np.int64)
+    if len(units) > most:
+        raise ConfigError(
+            f"order: the sampler has given {most:,} units and goes on; it must end after one pass over {num_units:,} units"
+        )
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
             f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"

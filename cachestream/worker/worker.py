@@ -267,15 +267,17 @@ def start_worker(
         share=share,
         replicas=replicas,
         exchange=exchange,
+        holdout=holdout,
     )
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
-    if holdout is not None:
-        choose_split(cache, "train", holdout)
     with head_start(cache, protocols_of(source)) as launch:
         with _warn_if_slow(cache):
             opened = open_source(source)
-        worker = _start_or_attach(cache, _job(options, cache, opened), launch, detach, linger_s)
+        job = _job(options, cache, opened)
+        if holdout is not None:
+            choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
+        worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_if_transform_changed(worker, transform)
     return worker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,13 @@ def test_weights_that_make_no_order_are_refused(weights: Any, num_units: int | N
 def test_units_that_are_not_there_are_refused(drawn: list[Any], num_units: int | None) -> None:
     with pytest.raises(ConfigError, match="sampler"):
         check_drawn(drawn, num_units)
+
+
+def test_a_sampler_without_end_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"has given 1,048,576 units and goes on; it must end after one pass"
+    ):
+        check_drawn(itertools.cycle(range(3)), 3)
 
 
 ENDS = (7, 8, 300, 1301)

@@ -142,6 +142,12 @@ def test_a_listing_that_goes_on_is_packed_to_its_end(cache: Cache, tmp_path: Pat
 def test_held_out_samples_and_windows_do_not_go_together(cache: Cache) -> None:
     with pytest.raises(ConfigError, match=r"pack_tokens\(\) has no holdout=: .* two caches"):
         cs.start_worker(cache, SlowDocuments(), transform=PACKING, holdout=0.1)
+    with cs.start_worker(cache, SlowDocuments(units=3), num_workers=1, transform=PACKING) as worker:
+        assert worker.wait(timeout_s=DEADLINE_S), "the refused start stored no share"
+    with cs.start_worker(cache, SlowDocuments(units=3), num_workers=1, transform=PACKING):
+        cs.EpochLoader(cache, 2, split="train", holdout=0.1, min_samples=1).close()
+    with pytest.raises(ConfigError, match=r"holds out 0\.1 of its samples; 'cachestream clear' forgets it"):
+        cs.start_worker(cache, SlowDocuments(units=3), transform=PACKING)
 
 
 def test_a_wrong_field_is_told_with_the_fields_there_are(cache: Cache, tmp_path: Path) -> None:

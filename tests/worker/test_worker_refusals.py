@@ -136,9 +136,12 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
         ({"hang_timeout_s": True}, "hang_timeout_s=True: give seconds"),
         ({"when_full": "explode"}, "choose one of evict, wait, stop"),
         ({"shard_size": "1GB"}, "raise size_limit or lower shard_size"),
-        ({"shard_size": 0}, "shard_size=0"),
+        ({"shard_size": 0}, "shard_size=0: must be above 0"),
+        ({"holdout": 1.5}, "holdout=1.5"),
         ({"bandwidth_limit": 0}, "bandwidth_limit"),
         ({"workers": 4}, "num_workers"),
+        ({"engine": "ray", "ray_options": {"num_cpu": 2}}, "ray_options=.*num_cpu"),
+        ({"engine": "ray", "ray_options": {"num_cpus": "2"}}, "ray_options=.*'num_cpus' must be"),
         (
             {"resize": 8},
             r"resize= belongs to the source: start_worker\(cache, cs.open_source\(…, resize=…\)\)",

@@ -58,6 +58,14 @@ def import_ray() -> Any:
         ) from error
 
 
+def check_actor_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that Ray does not take for an actor."""
+    try:
+        import_ray().remote(type("AnyActor", (), {})).options(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"ray_options={dict(options)!r}: {error}") from error
+
+
 def current_address() -> str:
     """The address of the cluster of this process, or "auto": that of this machine, or RAY_ADDRESS."""
     ray = import_ray()

@@ -97,7 +97,7 @@ class FillingAlone:
 
 
 class HeldShards:
-    """The shards of the cache at `root`, and those of them that the group knows."""
+    """The shards of `cache`, and those of them that the group knows."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -151,7 +151,7 @@ class GroupMember:
         self._num_members = 1
 
     def run(self) -> None:
-        """CacheReport and copy until told to stop; raises WorkerError if the group refuses the cache."""
+        """Report and copy until told to stop; raises WorkerError if the group refuses the cache."""
         try:
             while not self._stop.is_set():
                 self._step()
