@@ -155,7 +155,7 @@ class Catalogue:
         Raises CacheLockedError when another process holds the lock past the deadline, CacheFullError when the
         disk is full, and CacheError when the file cannot be written.
         """
-        with self._lock, self._translated_errors():
+        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
             connection = self._begin("BEGIN IMMEDIATE")
             try:
                 yield Tables(connection)
@@ -168,7 +168,7 @@ class Catalogue:
     @contextmanager
     def reading(self) -> Iterator[Tables]:
         """A consistent view of all tables."""
-        with self._lock, self._translated_errors():
+        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
             if self._connection is not None and self._connection.in_transaction:
                 yield Tables(self._connection)
                 return
@@ -180,7 +180,7 @@ class Catalogue:
 
     def revision(self) -> Revision:
         """The current revision; every commit, by any process, changes it. Not within a transaction."""
-        with self._lock, self._translated_errors():
+        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
             # data_version counts the commits of other connections.
             others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
             return Revision(self._openings, others, self._commits)
@@ -265,14 +265,6 @@ class Catalogue:
                 connection.execute("ROLLBACK")
         except sqlite3.Error:  # the next connection rolls back from the journal
             self.close()
-
-    @contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        with (
-            translated_disk_errors(self.path, "in a transaction"),
-            translated_sql_errors(self.path, LOCK_TIMEOUT_S),
-        ):
-            yield
 
     def _forget_parent(self) -> None:
         """Drop the parent's lock and connection, in a forked child."""

@@ -93,7 +93,7 @@ class FillState:
 
 def fill_state(tables: Tables) -> FillState:
     """Read the state of the filling in a transaction of the caller."""
-    meta, passes = tables.all_meta(), tables.passes()
+    meta, last_pass = tables.all_meta(), tables.last_pass()
     shards, samples, _ = tables.totals()
     labels = meta.get("label_names")
     return FillState(
@@ -104,8 +104,8 @@ def fill_state(tables: Tables) -> FillState:
         transform=meta.get("transform"),
         labels=None if labels is None else LabelNames(*json.loads(labels)),
         schema_json=meta.get("schema"),
-        last_pass=passes[-1] if passes else None,
-        positions_done=tables.positions_done(passes[-1]) if passes else 0,
+        last_pass=last_pass,
+        positions_done=0 if last_pass is None else tables.positions_done(last_pass),
         is_looking=bool(meta.get("is_looking", 0)),
         num_shards=shards,
         num_samples=samples,
@@ -279,7 +279,7 @@ class Filling:
         False, and nothing changes, if a position from there on is claimed, or if the pass is another one.
         """
         with self._catalogue.transaction() as tables:
-            (now,) = tables.passes()[-1:] or (None,)
+            now = tables.last_pass()
             if now is None or (now.id, now.plan) != (row.id, row.plan) or now.next_position > start:
                 return False
             tables.extend_pass(row.id, plan, row.length)
@@ -313,13 +313,13 @@ class Filling:
     def open_pass(self) -> OpenPass | None:
         """The current pass; None if there is none."""
         with self._catalogue.reading() as tables:
-            passes = tables.passes()
-            owners = {owner for _, owner in tables.claims(passes[-1].id)} if passes else set()
-        if not passes:
+            row = tables.last_pass()
+            owners = set() if row is None else {owner for _, owner in tables.claims(row.id)}
+        if row is None:
             return None
         # Outside the transaction: the name of a dead owner is never used again.
         dead = frozenset(owner for owner in owners if not is_held(self._directory.owner_file(owner)))
-        return OpenPass(passes[-1], dead, SHARED in owners - dead)
+        return OpenPass(row, dead, SHARED in owners - dead)
 
     def claim(
         self,
@@ -335,10 +335,9 @@ class Filling:
         pass if nothing of it is left to claim, None if there is no pass.
         """
         with self._catalogue.transaction() as tables:
-            passes = tables.passes()
-            if not passes:
+            row = tables.last_pass()
+            if row is None:
                 return None
-            row = passes[-1]
             claim = _take_over(tables, row, owner, seen.dead_owners)
             if claim is None:
                 if growth is not None and row == seen.row and row.next_position == row.length:
@@ -356,23 +355,25 @@ class Filling:
     def share(self) -> None:
         """Have the group decide on all positions of the current pass that no process works on."""
         with self._catalogue.transaction() as tables:
-            for row in tables.passes()[-1:]:
-                tables.execute(
-                    "UPDATE claims SET owner = ? WHERE pass_id = ? AND owner = ?", (SHARED, row.id, OFFERED)
-                )
-                if row.length is not None:
-                    _new_claim(tables, row, SHARED, row.length)
+            row = tables.last_pass()
+            if row is None:
+                return
+            tables.execute(
+                "UPDATE claims SET owner = ? WHERE pass_id = ? AND owner = ?", (SHARED, row.id, OFFERED)
+            )
+            if row.length is not None:
+                _new_claim(tables, row, SHARED, row.length)
 
     def shared_pass(self) -> SharedPass | None:
         """The current pass and the positions that are not done; None before the first pass."""
         with self._catalogue.reading() as tables:
-            passes = tables.passes()
-            claims = tables.claims(passes[-1].id) if passes else []
-        if not passes:
+            row = tables.last_pass()
+            claims = [] if row is None else tables.claims(row.id)
+        if row is None:
             return None
         undecided = tuple((claim.position, claim.stop) for claim, owner in claims if owner == SHARED)
         making = tuple((claim.position, claim.stop) for claim, owner in claims if owner != SHARED)
-        return SharedPass(passes[-1], undecided, making, sum(owner == OFFERED for _, owner in claims))
+        return SharedPass(row, undecided, making, sum(owner == OFFERED for _, owner in claims))
 
     def being_made(self, positions: IntArray) -> npt.NDArray[np.bool_]:
         """For each of `positions` of the current pass: True if a process of this cache makes it, or may."""
@@ -400,7 +401,7 @@ class Filling:
         """Give a pass of which nothing is done the `plan` of the group; False if something is done."""
         with self._catalogue.transaction() as tables:
             claims = [(claim.position, claim.stop) for claim, _ in tables.claims(row.id)]
-            is_new = tables.passes()[-1:] == [row] and claims == [(0, row.length)] and not tables.totals()[0]
+            is_new = tables.last_pass() == row and claims == [(0, row.length)] and not tables.totals()[0]
             if is_new:
                 tables.extend_pass(row.id, plan, row.length)
             return is_new

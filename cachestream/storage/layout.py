@@ -146,12 +146,12 @@ def allocated_bytes(info: os.stat_result) -> int:
 def overhead_bytes(directory: Directory) -> int:
     """Allocated bytes of everything in the cache except shards, published or being written."""
     with translated_disk_errors(directory.root, "measuring it"):
-        return allocated_bytes(os.stat(directory.root)) + _bytes_below(
+        return allocated_bytes(os.stat(directory.root)) + bytes_below(
             directory.root, skipped=directory.shards
         )
 
 
-def _bytes_below(folder: str, skipped: str = "") -> int:
+def bytes_below(folder: str, skipped: str = "") -> int:
     """Allocated bytes below `folder`, without what the folder `skipped` holds. Files may vanish meanwhile."""
     total = 0
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -159,7 +159,7 @@ def _bytes_below(folder: str, skipped: str = "") -> int:
             with suppress(FileNotFoundError):
                 total += allocated_bytes(entry.stat(follow_symlinks=False))
             if entry.path != skipped and entry.is_dir(follow_symlinks=False):
-                total += _bytes_below(entry.path)
+                total += bytes_below(entry.path)
     return total
 
 

@@ -57,6 +57,10 @@ class ProgressTables(Statements):
         rows = self.execute("SELECT id, plan, length, next_position, evicted_before FROM passes ORDER BY id")
         return [PassRow(*row) for row in rows]
 
+    def last_pass(self) -> PassRow | None:
+        """The current pass; None before the first."""
+        return next(reversed(self.passes()), None)
+
     def insert_pass(self, plan: str, length: int | None, evicted_before: int) -> int:
         # The id is above 0 even if all known passes are earlier ones, with ids below 0.
         cursor = self.execute(
@@ -101,7 +105,7 @@ class ProgressTables(Statements):
         return [(Claim(*row[:5]), row[5]) for row in rows]
 
     def positions_done(self, row: PassRow) -> int:
-        """The number of positions that are claimed and no longer part of a claim."""
+        """The number of positions of a pass that are claimed and no longer part of a claim."""
         return row.next_position - sum(claim.stop - claim.position for claim, _ in self.claims(row.id))
 
     def insert_claim(self, pass_id: int, position: int, stop: int, owner: str) -> Claim:

@@ -21,7 +21,7 @@ from cachestream.storage.layout import (
     TEMPORARY_SUFFIX,
     Directory,
     accounted_bytes,
-    allocated_bytes,
+    bytes_below,
     move_aside,
     overhead_bytes,
     remove_if_there,
@@ -107,11 +107,9 @@ def _set_aside(directory: Directory, limit_bytes: int) -> None:
     with translated_disk_errors(directory.catalogue, "putting it aside"):
         if os.path.lexists(directory.catalogue):
             remove_if_there(aside)
-            with os.scandir(directory.shards) as entries:
-                used = sum(allocated_bytes(entry.stat(follow_symlinks=False)) for entry in entries)
             # A journal may become as large as the catalogue.
-            used += overhead_bytes(directory) + size_of_file(directory.catalogue)
-            if used <= limit_bytes:
+            used_bytes = overhead_bytes(directory) + size_of_file(directory.catalogue)
+            if used_bytes + bytes_below(directory.shards) <= limit_bytes:
                 move(directory.catalogue, aside)
             else:
                 remove(directory.catalogue)
@@ -320,10 +318,6 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
         with translated_disk_errors(directory.shards):
             sync_folder(directory.shards)
     forget_dead_loaders(directory)
-    copies = [name for name in os.listdir(directory.root) if name.startswith("cache.json.")]
-    if copies:
-        with opening_lock(directory):  # nobody is writing one
-            removed += sum(_remove_file(os.path.join(directory.root, name)) for name in copies)
     return removed
 
 

@@ -16,10 +16,9 @@ import xxhash
 from cachestream.errors import CacheError, ConfigError, CorruptShardError
 from cachestream.linux import FileMap
 from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
-from cachestream.shard_format import LENGTH_BYTES, SUFFIX, ShardData, header_bytes
+from cachestream.shard_format import KEYS, LENGTH_BYTES, SUFFIX, ShardData, header_bytes
 from cachestream.storage.os_errors import disk_error
 
-KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 # Errors of reading from a failing disk, and of opening a path that is not a regular file.
 _DAMAGE: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 

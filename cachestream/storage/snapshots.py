@@ -222,7 +222,7 @@ def _shards_to_leave(
     turns_over = request.turnover and is_trained_on and policy != "none" and is_filling
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
-    ids, sizes, uses, _ = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
+    ids, sizes, uses = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
     counts = cached.counts[np.searchsorted(cached.ids, ids)]
     is_free = leased.holders(ids) == 0
     order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
@@ -238,13 +238,13 @@ def _shards_to_leave(
 
 
 def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:
-    """The ids, sizes, uses and samples of the shards that may be evicted, int64 `[n]` each."""
+    """The ids, bytes and uses of the shards that may be evicted, int64 `[n]` each."""
     kept = tables.held_out_shards()
     if callable(policy):
         rows = chosen_by(policy, [row for row in tables.shards() if row.id not in kept])
-        values = [(row.id, row.size_bytes, row.uses, row.num_samples) for row in rows]
-        return list(np.array(values, np.int64).reshape(-1, 4).T)
-    columns = tables.shard_columns("id", "size_bytes", "uses", "num_samples", policy=policy)
+        values = [(row.id, row.size_bytes, row.uses) for row in rows]
+        return list(np.array(values, np.int64).reshape(-1, 3).T)
+    columns = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
     goes = ~np.isin(columns[0], list(kept))
     return [column[goes] for column in columns]
 
@@ -257,15 +257,11 @@ def _note_waits(tables: Tables) -> bool:
 
 
 def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
-    passes = tables.passes()
-    if not passes:
+    row = tables.last_pass()
+    if row is None:
         return 0
-    filling = PassProgress(
-        done=tables.positions_done(passes[-1]),
-        length=passes[-1].length,
-        shard_bytes=tables.totals()[2],
-        lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
-    )
+    lost = len(tables.passes()) > 1 or int(tables.meta("evicted_shards", 0)) > 0
+    filling = PassProgress(tables.positions_done(row), row.length, tables.totals()[2], lost)
     return bytes_to_leave(room, turnover, filling, largest_bytes)
 
 

@@ -144,12 +144,8 @@ def disk_bytes(root: str) -> int:
 
 def leftovers(cache: Cache) -> list[str]:
     """Temporary files, and lock files of processes and epochs."""
-    names = [
-        *os.listdir(cache.directory.shards),
-        *os.listdir(cache.directory.leases),
-        *os.listdir(cache.path),
-    ]
-    return [name for name in names if re.search(r"\.(tmp|lease|owner)$|^cache\.json\.", name)]
+    names = [*os.listdir(cache.directory.shards), *os.listdir(cache.directory.leases)]
+    return [name for name in names if re.search(r"\.(tmp|lease|owner)$", name)]
 
 
 def assert_books_cover_disk(cache: Cache) -> None:

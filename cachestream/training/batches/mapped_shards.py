@@ -21,14 +21,8 @@ import numpy.typing as npt
 
 from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot
-from cachestream.storage.shard import (
-    KEYS,
-    MappedShard,
-    ShardColumns,
-    ShardValues,
-    columns_of,
-    shard_path,
-)
+from cachestream.shard_format import KEYS
+from cachestream.storage.shard import MappedShard, ShardColumns, ShardValues, columns_of, shard_path
 from cachestream.training.batches.memory import read_numbers
 
 if TYPE_CHECKING:
