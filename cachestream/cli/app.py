@@ -25,6 +25,7 @@ from cachestream.cli.arguments import (
     OrderOption,
     PartitionOption,
     ResizeOption,
+    SecondsOption,
     ShardSizeOption,
     SizeLimitOption,
     SourceArgument,
@@ -34,6 +35,7 @@ from cachestream.cli.arguments import (
     TransformOption,
     WorkersOption,
     begin_trace,
+    finite,
     load,
     pairs_of,
     source_of,
@@ -212,7 +214,11 @@ def status(
     interval_s: Annotated[
         float,
         typer.Option(
-            "--interval", envvar="CACHESTREAM_STATUS_INTERVAL", min=0.1, help="Seconds between looks."
+            "--interval",
+            envvar="CACHESTREAM_STATUS_INTERVAL",
+            min=0.1,
+            callback=finite,
+            help="Seconds between looks.",
         ),
     ] = 1.0,
 ) -> None:
@@ -350,7 +356,7 @@ def bench(
     context: typer.Context,
     cache: CacheArgument,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each line.")] = 5.0,
+    seconds: SecondsOption = 5.0,
     batch_transform: Annotated[
         str | None, typer.Option(help="module:function, run on whole batches, as in training.")
     ] = None,
@@ -376,7 +382,7 @@ def diagnose(
     ] = None,
     *,
     transform: TransformOption = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
+    seconds: SecondsOption = 5.0,
     workers: WorkersOption = None,
     folder: Annotated[
         str | None, typer.Option(help="A folder on the disk of the future cache; by default the system's.")
@@ -416,24 +422,26 @@ def plan(
     *,
     size_limit: Annotated[str, typer.Option(help='The limit of the cache, such as "200GB".')],
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch, of all ranks together.")],
-    step_time: Annotated[float, typer.Option(min=1e-6, help="Seconds that the model takes for a batch.")],
-    days: Annotated[float, typer.Option(min=1e-6, help="How long to train.")] = 1.0,
+    step_time: Annotated[
+        float, typer.Option(min=1e-6, callback=finite, help="Seconds that the model takes for a batch.")
+    ],
+    days: Annotated[float, typer.Option(min=1e-6, callback=finite, help="How long to train.")] = 1.0,
     bandwidth: Annotated[
         str | None, typer.Option(help='The most that the network brings a second, such as "300MB".')
     ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples of the remote, if SOURCE does not tell.")
     ] = None,
-    turnover: Annotated[float, typer.Option(min=0, max=1, help="As for the loader.")] = 0.25,
+    turnover: Annotated[float, typer.Option(min=0, max=1, callback=finite, help="As for the loader.")] = 0.25,
     min_samples: Annotated[int, typer.Option(min=0, help="As for the loader.")] = 0,
     price_per_gb: Annotated[
-        float | None, typer.Option(min=0, help="Of what is fetched, in your currency.")
+        float | None, typer.Option(min=0, callback=finite, help="Of what is fetched, in your currency.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw the forecast: a .png, .svg or .pdf.")
     ] = None,
     transform: TransformOption = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to read SOURCE.")] = 5.0,
+    seconds: SecondsOption = 5.0,
     workers: WorkersOption = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
@@ -498,6 +506,8 @@ def dashboard(
             f"the dashboard needs {error.name}, which is not installed; run: "
             "pip install 'cachestream[dashboard]'"
         ) from error
+    for path in caches:
+        _open(path).close()
     shown = server.Dashboard(caches, host, port, token)
     shown.run(lambda: typer.echo(shown.url))
 

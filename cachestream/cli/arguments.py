@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import sys
@@ -85,6 +86,13 @@ def pairs_of(pairs: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
+def finite(value: float | None) -> float | None:
+    """A number on the command line; infinity and NaN, which pass a `min` of typer's, are refused."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("give a finite number")
+    return value
+
+
 def _pixels(name: str, text: str) -> int | tuple[int, int]:
     """A number of pixels, or "240x320" as height and width."""
     match = _PIXELS.fullmatch(text)
@@ -114,6 +122,7 @@ ResizeOption = Annotated[
 CropOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
 ]
+SecondsOption = Annotated[float, typer.Option(min=0.1, callback=finite, help="How long to measure.")]
 WorkersOption = Annotated[
     int | None, typer.Option(help="Sampling processes; by default one per core, at most 4.")
 ]

@@ -6,6 +6,7 @@ and `_total` at the end of what only grows.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
@@ -96,8 +97,8 @@ class _Families(Collector):
         return iter(self._found.values())
 
 
-def _add_status(families: _Families, status: CacheStatus) -> None:
-    labels = {"cache": status.path}
+def _add_status(families: _Families, cache: str, status: CacheStatus) -> None:
+    labels = {"cache": cache}
     for name, text, value in _OF_CACHE:
         families.add(name, text, labels, value(status))
     if status.worker is None:
@@ -124,11 +125,13 @@ def metrics_text(readings: Iterable[Reading]) -> bytes:
     """The metrics of `readings` in Prometheus' text format."""
     families = _Families()
     for reading in readings:
+        # The format is UTF-8, and a path may be any bytes.
+        cache = os.fsencode(reading.path).decode(errors="backslashreplace")
         text = "1 if the cache could be read."
-        families.add("cache_up", text, {"cache": reading.path}, int(reading.status is not None))
+        families.add("cache_up", text, {"cache": cache}, int(reading.status is not None))
         if reading.status is not None:
-            _add_status(families, reading.status)
+            _add_status(families, cache, reading.status)
             for loader in reading.status.loaders:
-                _add_loader(families, reading.path, loader)
+                _add_loader(families, cache, loader)
     text_of_all: bytes = generate_latest(families)
     return text_of_all

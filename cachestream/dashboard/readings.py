@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,9 +14,10 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.cli.display import bottleneck
-from cachestream.errors import CacheStreamError, ConfigError
+from cachestream.errors import CacheStreamError
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
+from cachestream.storage.locks import file_identity
 from cachestream.storage.snapshots import shard_uses
 from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
@@ -118,11 +120,7 @@ class CacheWatch:
         self._clock = clock
         self._cache: Cache | None = None
         self._freshness: Freshness | None = None
-        self._fresh_at_s = 0.0
-
-    @property
-    def exists(self) -> bool:
-        return os.path.exists(self._directory.catalogue)
+        self._fresh_at_s = -math.inf
 
     def look(self) -> Reading:
         """Look at the cache, unless the last look was a moment ago; returns the last reading."""
@@ -138,8 +136,10 @@ class CacheWatch:
 
     def _read(self, now_s: float) -> Reading:
         try:
-            if not self.exists:
-                self.close()
+            found = file_identity(self._directory.catalogue)
+            if self._cache is not None and self._cache.catalogue.identity != found:
+                self.close()  # it is gone, or another cache is in its place
+            if found is None:
                 was_here = any(one.status is not None for one in self.readings)
                 lost = "The cache is gone, or is being deleted" if was_here else "There is no cache yet"
                 return Reading(self.path, now_s, None, f"{lost}: {self.path}.")
@@ -158,7 +158,8 @@ class CacheWatch:
         return read_history(self._directory.worker_file("history"))
 
     def close(self) -> None:
-        """Close the cache. The next look opens it again."""
+        """Close the cache. The next look opens the one that is there by then."""
+        self._fresh_at_s = -math.inf
         if self._cache is not None:
             self._cache.close()
             self._cache = None
@@ -181,15 +182,3 @@ def read_freshness(cache: Cache, now_s: float) -> Freshness | None:
     middle = order[np.searchsorted(np.cumsum(counts[order]), counts.sum() / 2)]
     youngest, median, oldest = (max(0.0, float(age)) for age in (ages.min(), ages[middle], ages.max()))
     return Freshness(tuple(int(count) for count in by_uses), (youngest, median, oldest))
-
-
-def watch_caches(paths: Sequence[str]) -> list[CacheWatch]:
-    """A watch for each of `paths`. Raises ConfigError for one that is no cache, and CacheError for one that
-    cannot be read, such as one of another version.
-    """
-    watches = [CacheWatch(path) for path in dict.fromkeys(paths)]
-    for watch, path in zip(watches, dict.fromkeys(paths), strict=True):
-        if not watch.exists:
-            raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
-        Cache(watch.path).close()
-    return watches

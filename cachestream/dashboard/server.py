@@ -19,7 +19,7 @@ from tornado.web import RequestHandler
 
 from cachestream.dashboard.page import build_page
 from cachestream.dashboard.prometheus import CONTENT_TYPE, metrics_text
-from cachestream.dashboard.readings import CacheWatch, watch_caches
+from cachestream.dashboard.readings import CacheWatch
 from cachestream.errors import ConfigError
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
@@ -27,14 +27,14 @@ _REFUSED: Final = "This page needs its token: open the URL that 'cachestream das
 
 
 class Dashboard:
-    """A server of the page of `paths` at `host` and `port` (0: any free one), which runs until `stop`.
+    """A server of the page of the caches at `paths`, at `host` and `port` (0: any free one), until `stop`.
 
     `token`: what a browser must give in the URL (`?token=`), and Prometheus there or as a bearer token; ""
-    asks for none. Raises ConfigError for a path that is no cache, a port in use, and a host that is none.
+    asks for none. Raises ConfigError for a port in use, and for a host that is none.
     """
 
     def __init__(self, paths: Sequence[str], host: str, port: int, token: str | None = None) -> None:
-        self._watches = watch_caches(paths)
+        self._watches = list({watch.path: watch for watch in map(CacheWatch, paths)}.values())
         self.token = secrets.token_urlsafe(24) if token is None else token
         origins = ["*"] if host not in LOOPBACK else None
         application = Application(FunctionHandler(self._build))
@@ -54,7 +54,8 @@ class Dashboard:
         except OSError as error:
             raise _unusable(error, host, port) from error
         self.port = self._server.port
-        self.url = f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+        shown = f"[{host}]" if ":" in host else host  # an address of IPv6
+        self.url = f"http://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
     def _build(self, document: Document) -> None:
         build_page(document, self._watches)

@@ -21,6 +21,7 @@ from tests.support.caches import fill
 from tests.support.s3 import S3Server
 from tests.worker.support import keys_of
 
+PLAN = ["plan", "IMAGES", "--size-limit", "1GB", "--batch-size", "1"]
 pytestmark = pytest.mark.usefixtures("forked")
 
 
@@ -201,6 +202,11 @@ def test_what_epochs_hold_stays_and_the_command_says_so(cache: Path) -> None:
         (["worker", "IMAGES", "CACHE", "--source-option", "colour=red"], "no argument 'colour'"),
         (["worker", "IMAGES", "CACHE", "--storage-option", "a=1", "--storage-option", "a.b=2"], "'a'"),
         (["stop", "CACHE", "--timeout", "nan"], "--timeout"),
+        (["status", "CACHE", "--watch", "--interval", "inf"], "--interval"),
+        (["bench", "CACHE", "--seconds", "inf"], "--seconds"),
+        (["diagnose", "IMAGES", "--seconds", "inf"], "--seconds"),
+        ([*PLAN, "--step-time", "1", "--days", "inf"], "--days"),
+        ([*PLAN, "--step-time", "nan"], "--step-time"),
         (["status"], "CACHE"),
         (["frobnicate"], "frobnicate"),
         (["status", "CACHE", "--frob"], "--frob"),

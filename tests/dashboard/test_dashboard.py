@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -214,6 +215,54 @@ def test_a_cache_that_goes_and_comes_back_is_said_to_be_gone_and_shown_again(tmp
         assert not paths[0].exists(), "looking makes no cache"
         fill(paths[0], 1, 8).close()
         wait_until(lambda: up() == [1, 1], "it is back")
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as found:
+        found.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+def test_the_url_of_an_ipv6_address_is_one_that_opens(tmp_path: Path) -> None:
+    fill(tmp_path / "cache", 1, 8).close()
+    with serving(tmp_path / "cache", "--host", "::1") as url:
+        assert url.startswith("http://[::1]:")
+        assert get(url)[0] == 200
+
+
+def test_a_cache_whose_path_is_not_utf_8_is_shown_once(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    fill(path, 1, 8).close()
+    with serving(path, f"{path}/", "--token", "") as url:
+        code, text = get(f"{url}metrics")
+        asked = [sys.executable, "-c", CLIENT, url, ""]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert code == 200
+    assert done.stdout == "served\n", done.stderr
+    (up,) = [line for line in text.splitlines() if line.startswith("cachestream_cache_up")]
+    assert up.endswith('caf\\\\xe9"} 1.0')
+
+
+@pytest.mark.parametrize("is_seen_to_be_gone", [True, False])
+def test_the_ages_are_those_of_the_cache_that_is_there(tmp_path: Path, is_seen_to_be_gone: bool) -> None:
+    now_s = [time.time()]
+    watch = CacheWatch(str(tmp_path / "cache"), lambda: now_s[0])
+    fill(tmp_path / "cache", 1, 8).close()
+    for shard in (tmp_path / "cache" / "shards").iterdir():
+        os.utime(shard, (now_s[0] - 3_600,) * 2)
+    assert (before := watch.look().freshness) is not None
+    assert before.ages_s[0] > 3_000
+    shutil.rmtree(tmp_path / "cache")
+    now_s[0] += 2
+    if is_seen_to_be_gone:
+        assert watch.look().status is None
+    fill(tmp_path / "cache", 1, 8).close()
+    now_s[0] += 2
+    assert (after := watch.look().freshness) is not None
+    assert after.ages_s[0] < 60
+    watch.close()
 
 
 def test_a_cache_is_gone_only_where_it_was_seen(tmp_path: Path) -> None:
