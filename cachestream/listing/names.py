@@ -218,12 +218,8 @@ class NamesWriter:
         with ExitStack() as stack:
             self._names = _open(os.path.join(folder, names), mark.size_bytes)
             stack.callback(os.close, self._names)
-            self._ends = _open(
-                os.path.join(folder, ends), (mark.count + 1) * _OFFSET_BYTES if mark.count else 0
-            )
-            stack.callback(os.close, self._ends)
-            if not mark.count:
-                _write(self._ends, bytes(_OFFSET_BYTES))
+            # A new file is filled with zeros, and the first offset is 0.
+            self._ends = _open(os.path.join(folder, ends), (mark.count + 1) * _OFFSET_BYTES)
             stack.pop_all()
 
     def add(self, names: Sequence[str], is_complete: bool) -> None:

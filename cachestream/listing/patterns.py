@@ -98,16 +98,11 @@ def folder_filter(pattern: str) -> Callable[[str], bool]:
 
 def common_root(roots: Iterable[str]) -> str:
     """Return the deepest folder that holds all `roots`, with its "/"; "" if that is no more than a scheme."""
-    common: list[str] | None = None
-    for root in roots:
-        parts = root.split("/")[:-1]
-        if common is None:
-            common = parts
-        else:
-            same = [a == b for a, b in zip(common, parts, strict=False)]
-            common = common[: same.index(False) if False in same else len(same)]
-    # A URL's scheme or host alone is no root.
-    return "/".join(common) + "/" if common and common[-1:] != [""] else ""
+    parts = [root.split("/")[:-1] for root in roots]
+    first, last = min(parts), max(parts)  # what these two share, all in between share
+    differ = [a != b for a, b in zip(first, last, strict=False)]
+    common = first[: [*differ, True].index(True)]
+    return "/".join(common) + "/" if any(common[-1:]) else ""
 
 
 def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:

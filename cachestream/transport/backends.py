@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from cachestream.transport import metering
 from cachestream.transport.driver import (
@@ -69,55 +69,52 @@ class Body:
     seek: Callable[[int], object] | None = None  # only of a blocking driver
 
 
-class Backend(Protocol):
-    """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors."""
+class Backend:
+    """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors.
 
-    driver: Driver
-    streams: bool  # the bytes of an answer can be read as they arrive
-    tells_version: bool  # in every answer
-    takes_parts: bool  # the parts of a large file are best requested by themselves, several at once
+    `streams`: the bytes of an answer can be read as they arrive; otherwise a call returns none before all are
+    there. `tells_version`: in every answer. `takes_parts`: the parts of a large file are best requested by
+    themselves, several at once.
+    """
+
+    streams = tells_version = takes_parts = True
+
+    def __init__(self, remote: Remote, driver: Driver) -> None:
+        self._call_size, self.driver = remote.call_size, driver
 
     @property
     def request_bytes(self) -> int:
         """The most that one request should ask for."""
+        return metering.at_most()
 
     def deadline_s(self, nbytes: int) -> float:
         """Return the deadline for a step that reads `nbytes`."""
+        return CALL_S + (PIECE_S * -(-nbytes // PIECE_BYTES) if self.streams else 0.0)
 
     async def stat(self, path: str) -> Version:
         """Return the current version of a file."""
+        raise NotImplementedError
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         """Request the bytes from `start` (negative: from the end) to `stop` (None: the end) of a file.
 
         `version` is what is known of the file. The server may ignore it, and the range.
         """
+        raise NotImplementedError
 
 
 def backend_of(remote: Remote) -> Backend:
     """Return the backend of a remote that is not local, with the driver of this thread."""
     driver = remote.driver()
     if remote.is_s3:
-        return S3Backend(driver)
+        return S3Backend(remote, driver)
     if remote.is_web:
-        return WebBackend(driver)
+        return WebBackend(remote, driver)
     return CallBackend(remote, driver) if driver.is_async else BlockingBackend(remote, driver)
 
 
-class _StreamingBackend:
+class _StreamingBackend(Backend):
     """A server that sends the size and the version with each answer, and the bytes as they are read."""
-
-    streams = tells_version = True
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-
-    @property
-    def request_bytes(self) -> int:
-        return metering.at_most()
-
-    def deadline_s(self, nbytes: int) -> float:
-        return CALL_S + PIECE_S * -(-nbytes // PIECE_BYTES)
 
     async def stat(self, path: str) -> Version:
         # Not by HEAD: its errors have no body, whose code tells bad credentials and a missing bucket from an object
@@ -130,14 +127,9 @@ class _StreamingBackend:
             body.close()
         return body.version
 
-    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        raise NotImplementedError
-
 
 class S3Backend(_StreamingBackend):
     """Objects of S3."""
-
-    takes_parts = True
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         filesystem = self.driver.filesystem
@@ -177,7 +169,7 @@ class WebBackend(_StreamingBackend):
         if "timeout" not in options and "timeout" not in filesystem.client_kwargs:  # the user's own wins
             options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STALL_S)
             first_byte_s = FIRST_BYTE_S
-        response = await in_time(_get(session, filesystem.encode_url(path), options), first_byte_s)
+        response = await in_time(session.get(filesystem.encode_url(path), **options), first_byte_s)
         try:
             if response.status != 416:  # `classify` takes it for a range beyond the end
                 filesystem._raise_not_found_for_status(response, path)
@@ -192,10 +184,6 @@ class WebBackend(_StreamingBackend):
             begin, size = 0, -1 if is_encoded else int(response.headers.get("Content-Length", -1))
         tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         return Body(begin, Version(size, str(tag)), response.content.read, response.close)
-
-
-async def _get(session: Any, url: Any, options: dict[str, Any]) -> Any:
-    return await session.get(url, **options)
 
 
 def _range_header(start: int, stop: int | None) -> str:
@@ -226,23 +214,10 @@ def _is_encoded(response: Any) -> bool:
     return True
 
 
-class _CallingBackend:
-    """A driver whose calls return nothing before all bytes have arrived."""
-
-    streams = False
-
-    def __init__(self, remote: Remote, driver: Driver) -> None:
-        self._call_size, self.driver = remote.call_size, driver
-
-    def deadline_s(self, _nbytes: int) -> float:
-        return CALL_S
-
-
-class CallBackend(_CallingBackend):
+class CallBackend(Backend):
     """An asynchronous driver of fsspec, by `_cat_file`."""
 
-    tells_version = False
-    takes_parts = True
+    streams = tells_version = False
 
     @property
     def request_bytes(self) -> int:
@@ -276,14 +251,13 @@ def body_of(data: bytes, start: int, version: Version) -> Body:
     return Body(start, version, read, lambda: None)
 
 
-class BlockingBackend(_CallingBackend):
+class BlockingBackend(Backend):
     """A synchronous driver of fsspec: an open file is a request, and each of its reads a call.
 
     It reads ahead as much as the driver does by default, or less after a late call; for parts, not at all.
     """
 
-    tells_version = True
-    takes_parts = False
+    streams = takes_parts = False
     request_bytes = metering.NO_LIMIT_BYTES
 
     async def stat(self, path: str) -> Version:

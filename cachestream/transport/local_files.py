@@ -129,10 +129,9 @@ class LocalFile:
         mapped = self._map
         if mapped is None or mapped[0] != now:
             try:
-                mapped = now, FileMap(fd, now.size_bytes)
+                mapped = self._map = now, FileMap(fd, now.size_bytes)
             except OSError:
                 return None
-            self._map = mapped
         return mapped_spans(mapped[1], spans)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -288,12 +287,13 @@ class _RemoteStream(Stream):
 
     def _next_piece(self) -> memoryview:
         file, download = self._file, self._download
-        had_ended = download.is_at_end
-        if had_ended:
+        if download.is_at_end:
             return memoryview(b"")
         if not self._tells_version:
             file.look()
-        self._set_stop()
+        if self._likely_stop is not None:
+            beyond = download.offset - self._likely_stop
+            download.stop = self._likely_stop if beyond < 0 else download.offset + max(BEYOND_BYTES, beyond)
         piece = download.take()
         if file.version.size_bytes >= 0:
             self.size_bytes = file.version.size_bytes
@@ -303,12 +303,6 @@ class _RemoteStream(Stream):
         elif self._likely_stop is None or download.offset < self._likely_stop:
             download.ask()
         return piece
-
-    def _set_stop(self) -> None:
-        if self._likely_stop is not None:
-            beyond = self._download.offset - self._likely_stop
-            more = max(BEYOND_BYTES, beyond)
-            self._download.stop = self._likely_stop if beyond < 0 else self._download.offset + more
 
     def _jump(self, nbytes: int) -> None:
         self._download.seek(self._download.offset + nbytes)
@@ -372,13 +366,13 @@ def fetch(remote: Remote, path: str) -> memoryview:
     """
     if remote.is_local:
         return fetch_local(path, remote.most_bytes)
-    for tries in itertools.count():
+    for _ in range(RESUMES):
         try:
             return RemoteObject(remote, path, redact(path)).read_all()
         except Exception as error:
-            if classify(error) != "changed" or tries >= RESUMES:
+            if classify(error) != "changed":
                 raise
-    raise AssertionError
+    return RemoteObject(remote, path, redact(path)).read_all()
 
 
 @contextlib.contextmanager

@@ -13,14 +13,13 @@ import logging
 import re
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 from urllib.parse import quote
 
 logger = logging.getLogger("cachestream")
 
-MAX_STRIKES: Final = (
-    3  # requests in a row that failed after the pattern, and that the client then succeeded with
-)
+MAX_STRIKES: Final = 3  # requests in a row that failed after the pattern, and that the client succeeded with
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
 _REQUEST_HEADERS: Final = frozenset(  # these differ between requests, and belong to no pattern
@@ -153,21 +152,6 @@ def _encoded(key: str) -> str:
 # --- the next requests --------------------------------------------------------------------------------
 
 
-class _Body:
-    """The body of an answer, with the interface of the client's bodies."""
-
-    def __init__(self, response: Any) -> None:
-        self._response = response
-        self._content = response.content
-
-    async def read(self, nbytes: int = -1) -> bytes:
-        data: bytes = await self._content.read(nbytes)
-        return data
-
-    def close(self) -> None:
-        self._response.close()
-
-
 async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str]) -> dict[str, Any] | None:
     """Make a request after `pattern`; return the answer, or None if the client should make the request."""
     from botocore.awsrequest import AWSRequest
@@ -185,7 +169,7 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
     status, received = answer.status_code, answer.headers
     if status in (200, 206):
         return {
-            "Body": _Body(answer.raw),
+            "Body": SimpleNamespace(read=answer.raw.content.read, close=answer.raw.close),
             "ContentLength": int(received["content-length"]),
             "ContentRange": received.get("content-range"),
             "ETag": received.get("etag"),

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.transport import metering
-from cachestream.transport import metering as throttles
 from cachestream.transport.metering import BURST_S, Throttle, next_paid_s
 
 
@@ -139,7 +138,7 @@ def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(
     assert 1 < time.monotonic() - start < 100
     holder.kill()
     holder.join(60)
-    monkeypatch.setattr(throttles, "LOCK_TIMEOUT_S", 200.0)
+    monkeypatch.setattr(metering, "LOCK_TIMEOUT_S", 200.0)
     start = time.monotonic()
     throttle.spend(1000)
     assert time.monotonic() - start < 100
@@ -147,15 +146,15 @@ def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(
 
 
 def test_a_long_wait_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert throttles.TICK_S <= 1
-    monkeypatch.setattr(throttles, "TICK_S", 0.05)
+    assert metering.TICK_S <= 1
+    monkeypatch.setattr(metering, "TICK_S", 0.05)
     throttle = Throttle(str(tmp_path / "budget"), 1e6)
     ticks: list[float] = []
-    throttles.install(lambda _: ticks.append(time.monotonic()))
+    metering.install(lambda _: ticks.append(time.monotonic()))
     try:
         throttle.spend(1_700_000)
     finally:
-        throttles.install(None)
+        metering.install(None)
         throttle.close()
     assert len(ticks) >= 3, "of 32, where the machine has time"
 
