@@ -287,7 +287,8 @@ class _RemoteStream(Stream):
 
     def _next_piece(self) -> memoryview:
         file, download = self._file, self._download
-        if download.is_at_end:
+        had_ended = download.is_at_end
+        if had_ended:
             return memoryview(b"")
         if not self._tells_version:
             file.look()
