@@ -90,7 +90,8 @@ class DatasetSource:
     member, "field.member", and a list of strings or dicts a JSON text. An item with a None is skipped and
     counted.
 
-    fields: a default for each optional field, `{"caption": ""}`, for items in which it is missing or None.
+    fields: a default for each optional field, `{"caption": ""}`, for items in which it is missing, None or an
+    empty list, whose type nothing tells.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class DatasetSource:
         suffix = f":{own}" if isinstance(own, str | int) else ""
         identity = f"dataset:{self._name}[{self.num_units}]{suffix}"
         self.fingerprint = "|".join((identity, *self._defaults.identity))
-        self._empty = empty_lists(getattr(dataset, "features", None))
+        self._empty = {**self._defaults.values, **empty_lists(getattr(dataset, "features", None))}
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield `dataset[unit]`. Raises SampleError if the dataset raises."""
@@ -198,7 +199,7 @@ class IterableSource:
         self._pickled = self._pickle(iterable)
         identity = f"iterable:{self._name}[{self.num_units}]:{_identity(iterable, self._is_function)}"
         self.fingerprint = "|".join((identity, *self._defaults.identity))
-        self._empty = empty_lists(getattr(iterable, "features", None))
+        self._empty = {**self._defaults.values, **empty_lists(getattr(iterable, "features", None))}
 
     def _check(self, iterable: Any) -> None:
         if isinstance(iterable, Iterator):

@@ -38,6 +38,7 @@ from cachestream.transport.stream import Stream
 
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
+MAX_FIELD: Final = 16 << 20  # characters of a value of CSV; a quote left open swallows so many
 SIZES_AT_ONCE: Final = 16
 _ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
 
@@ -53,7 +54,7 @@ class LinesSource(SampleFiles):
     line: int64, float64 or str, judged by the first 1,000 rows of the first file. A line that is malformed,
     or has a null or an empty number without a default, is skipped and counted.
 
-    columns: the columns to keep. fields: a default for each optional field, `{"caption": ""}`; in CSV its
+    columns: the columns to keep, or members of objects. fields: a default for each optional field, `{"caption": ""}`; in CSV its
     type is that of the column. encoding: an extension of ASCII.
 
     A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
@@ -112,12 +113,15 @@ class LinesSource(SampleFiles):
         """Return the columns' types, judged by the first rows. Raises ConfigError for malformed rows."""
         where = self._files.where(0)
         with self._open(0) as stream:
-            rows = csv.reader(self._texts(decompressed(stream)), delimiter=self._delimiter(0))
+            rows = self._csv_reader(decompressed(stream), self._delimiter(0))
             try:
                 names = next(rows, [])
                 first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
             except (ValueError, csv.Error) as error:
                 raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
+        known = {*names, *self._defaults.values}
+        for name in sorted((self._chosen or known) - known):
+            raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(names)}")
         types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
@@ -130,16 +134,19 @@ class LinesSource(SampleFiles):
         problems = Problems(self._files.where(index))
         begin = part * RANGE_BYTES
         end = begin + RANGE_BYTES if part + 1 < self._units.counts[index] else None
-        # A unit begins after the first line end at or after the byte before its range.
-        with self._open(index, max(0, begin - 1), end) as stream:
-            plain = stream if begin else decompressed(stream)
-            found = (
-                self._rows(plain, delimiter, problems)
-                if delimiter
-                else self._objects(plain, begin, end, problems)
-            )
-            for number, sample in found:
-                yield f"{key}#{number}", self._defaults.fill(self._kept(sample))
+        try:
+            # A unit begins after the first line end at or after the byte before its range.
+            with self._open(index, max(0, begin - 1), end) as stream:
+                plain = stream if begin else decompressed(stream)
+                found = (
+                    self._rows(plain, delimiter, problems)
+                    if delimiter
+                    else self._objects(plain, begin, end, problems)
+                )
+                for number, sample in found:
+                    yield f"{key}#{number}", self._defaults.fill(self._kept(sample))
+        except SampleError as error:
+            problems.add(str(error))
         problems.raise_any()
 
     def _kept(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +165,8 @@ class LinesSource(SampleFiles):
             if not line.strip():
                 continue
             try:
-                sample = _json_fields(json.loads(line.decode(self._encoding)))
+                value = json.loads(line.decode(self._encoding))
+                sample = _json_fields(value, self._defaults.values)
             except (ValueError, RecursionError, SampleError) as error:  # the encoding, JSON, or deep nesting
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
@@ -167,7 +175,7 @@ class LinesSource(SampleFiles):
     def _rows(
         self, stream: Stream, delimiter: str, problems: Problems
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        rows = csv.reader(self._texts(stream), delimiter=delimiter)
+        rows = self._csv_reader(stream, delimiter)
         try:
             names = next(rows, [])
         except (ValueError, csv.Error) as error:
@@ -203,9 +211,10 @@ class LinesSource(SampleFiles):
                 "a default in fields= says its type"
             ) from None
 
-    def _texts(self, stream: Stream) -> Iterator[str]:
+    def _csv_reader(self, stream: Stream, delimiter: str) -> Iterator[list[str]]:
+        csv.field_size_limit(max(MAX_FIELD, csv.field_size_limit()))  # of the process; 128 KiB by default
         # Not a generator, which would end at the first line that cannot be decoded.
-        return map(self._decoded, _lines(stream))
+        return csv.reader(map(self._decoded, _lines(stream)), delimiter=delimiter)
 
     def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
         return numbered_line[1].decode(self._encoding)
@@ -232,10 +241,10 @@ def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
         yield at, b"".join(parts)
 
 
-def _json_fields(value: Any) -> dict[str, Any]:
+def _json_fields(value: Any, empty: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {"json": json_field(value)}
-    flat = plain_fields(value, {})
+    flat = plain_fields(value, empty)
     return {name: json_field(item) if isinstance(item, list) else item for name, item in flat.items()}
 
 

@@ -184,15 +184,18 @@ class CutFiles(SampleFiles):
             self._sizes[index] = self._size(index)
         return self._sizes[index]
 
-    def _cut(self, index: int, part: int, grain: int = 1) -> tuple[int, int]:
-        """Return the first byte of a part of a file, and of the next part: multiples of `grain`."""
+    def _cut(self, index: int, part: int, grain: int = 1) -> tuple[int, int, int]:
+        """Return the first byte of a part of a file and of the next part, multiples of `grain`; and its size."""
         size_bytes, count = self._cut_size(index), self._num_parts
         first, last = (size_bytes * i // count // grain * grain for i in (part, part + 1))
-        return first, last
+        return first, last, size_bytes
 
-    def _check_size(self, index: int, stream: Stream) -> None:
-        """Raise SourceUnavailableError, so that the part is read again, if a file was replaced meanwhile."""
-        if stream.size_bytes not in (None, self._sizes[index]):
-            del self._sizes[index]
+    def _check_size(self, index: int, stream: Stream, size_bytes: int) -> None:
+        """Raise SourceUnavailableError, so that the part is read again, if the file has another size now.
+
+        `size_bytes` is that by which the part was cut: another thread may have asked for the size anew.
+        """
+        if stream.size_bytes not in (None, size_bytes):
+            self._sizes.pop(index, None)
             where = self._files.where(index)
             raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")

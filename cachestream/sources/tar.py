@@ -193,7 +193,7 @@ class TarSource(CutFiles):
             with self._open(index) as stream:
                 yield from read_groups(decompressed(stream), problems)
             return
-        begin, end = self._cut(index, visit, BLOCK)
+        begin, end, size_bytes = self._cut(index, visit, BLOCK)
         start = max(0, begin - LOOK_BACK_BYTES)
         with self._open(index, start, self._likely_end(begin, end)) as stream:
             if begin == 0 and decompressed(stream) is not stream:
@@ -201,7 +201,7 @@ class TarSource(CutFiles):
             if begin == 0 or seek_member(stream, begin, end):
                 is_last = visit == self._num_parts - 1
                 yield from read_groups(stream, problems, Part(begin, None if is_last else end))
-            self._check_size(index, stream)
+            self._check_size(index, stream, size_bytes)
 
     def _likely_end(self, begin: int, end: int) -> int:
         """Estimate where a visit to `begin:end` stops reading: at the end of its last sample."""

@@ -125,8 +125,11 @@ class TFRecordSource(CutFiles):
         """Yield the same records, as `Rows` where small consecutive ones have the same shapes."""
         index, part = self._locate(unit)
         key, problems = self._files.key(index), Problems(self._files.where(index))
-        for records in self._read(index, part, problems):
-            yield from self._defaults.fill_all(self._samples(records, key, problems))
+        try:
+            for records in self._read(index, part, problems):
+                yield from self._defaults.fill_all(self._samples(records, key, problems))
+        except SampleError as error:
+            problems.add(str(error))
         problems.raise_any()
 
     def _read(self, index: int, part: int, problems: Problems) -> Iterator[Records]:
@@ -139,11 +142,11 @@ class TFRecordSource(CutFiles):
         if checksum is None:
             where = self._files.where(index)
             raise ConfigError(f"{where}: with check_crc=False a file can only be read whole")
-        begin, end = self._cut(index, part)
+        begin, end, size_bytes = self._cut(index, part)
         with self._open(index, begin, end + HEAD_BYTES) as stream:
             if begin == 0 or seek_record(stream, end, checksum):
                 yield from read_records(stream, checksum, problems, end)
-            self._check_size(index, stream)
+            self._check_size(index, stream, size_bytes)
 
     def _samples(
         self, records: Records, key: str, problems: Problems
@@ -320,8 +323,6 @@ def _read_record(stream: Stream, checksum: Checksum | None, problems: Problems) 
     name = f"record at byte {offset}"
     head = bytes(stream.read(HEAD_BYTES))
     if not head:
-        if isinstance(stream, DecompressedStream) and not stream.is_whole:
-            problems.add(f"{name}: the compressed file ends early")
         return None
     if len(head) < HEAD_BYTES:
         problems.add(f"{name}: the file ends in the middle of its length")

@@ -98,6 +98,19 @@ def test_samples_that_lack_a_field_get_its_default_and_all_are_cached(tmp_path: 
     assert found == dict(enumerate(CAPTIONS))
 
 
+def test_an_empty_list_whose_type_nothing_tells_takes_the_default(tmp_path: Path) -> None:
+    values: list[Any] = [{"tags": ["a"], "o": {"boxes": [[1, 2, 3, 4]]}}, {"tags": [], "o": {"boxes": []}}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    fields = {"tags": "[]", "o.boxes": np.zeros((0, 4), np.int64)}
+    for what in (str(tmp_path / "a.jsonl"), values, lambda _shard, _shards: iter(values)):
+        opened: Any = cs.IterableSource if callable(what) else cs.open_source
+        source = opened(what, fields=fields)
+        units = range(source.num_units)
+        found = [sample for unit in units for _, sample in source.read(unit, RNG)]
+        assert [sample["tags"] for sample in found] == ['["a"]', "[]"]
+        assert [np.shape(sample["o.boxes"]) for sample in found] == [(1, 4), (0, 4)]
+
+
 def test_a_float_as_default_makes_integers_floats_also_in_columns() -> None:
     defaults = Defaults({"score": 0.0, "name": "none", "n": 1})
     assert defaults.fill({"score": 2, "n": 2.5}) == {"score": 2.0, "name": "none", "n": 2.5}

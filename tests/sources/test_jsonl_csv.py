@@ -5,16 +5,19 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
 import cachestream.sources.jsonl_csv as module
 from cachestream import Cache, ConfigError, FileSource, LinesSource, SampleError, start_worker
 from cachestream.sources.open import open_source
 from cachestream.testing.checks import check_source
+from tests.sources.reading import read_unit
 from tests.support.s3 import S3Server
 
 RNG = np.random.default_rng(0)
@@ -91,6 +94,24 @@ def test_packed_files_are_one_unit_each(tmp_path: Path) -> None:
     assert samples_of(LinesSource(tmp_path / "c.tsv.gz")) == [{"i": 3, "text": "x"}]
 
 
+@pytest.mark.parametrize(
+    ("ending", "pack"),
+    [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstandard.compress)],
+)
+def test_a_packed_table_that_is_truncated_gives_no_cut_row_and_says_so(
+    tmp_path: Path, ending: str, pack: Any
+) -> None:
+    rows = "".join(f"{i},{i * i % 8191}\n" for i in range(100_000))
+    path = tmp_path / f"a.csv.{ending}"
+    path.write_bytes(pack(f"i,j\n{rows}".encode()))
+    source = LinesSource(path)
+    for cut in (10, 41, 100_000):
+        path.write_bytes(path.read_bytes()[:-cut])
+        found, reason = read_unit(source)
+        assert f"a.csv.{ending}: the compressed file is truncated: it ends after" in reason
+        assert all(sample == {"i": i, "j": i * i % 8191} for i, (_, sample) in enumerate(found))
+
+
 def test_columns_of_csv_are_whole_numbers_numbers_or_texts_as_all_of_the_first_rows_are(
     tmp_path: Path,
 ) -> None:
@@ -103,6 +124,24 @@ def test_columns_of_csv_are_whole_numbers_numbers_or_texts_as_all_of_the_first_r
     ]
     kept = open_source(str(tmp_path / "a.csv"), columns=["i"], fields={"i": ""})
     assert samples_of(kept) == [{"i": "1"}, {"i": "-2"}]
+
+
+def test_a_long_text_in_a_table_is_one_value(tmp_path: Path) -> None:
+    text = "words, and more\n" * 20_000
+    (tmp_path / "a.csv").write_text(f'text\nshort\n"{text}"\nlast\n')
+    assert samples_of(LinesSource(tmp_path / "a.csv")) == [
+        {"text": "short"},
+        {"text": text},
+        {"text": "last"},
+    ]
+
+
+def test_a_column_that_the_table_lacks_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,x\n")
+    with pytest.raises(ConfigError, match=r"a\.csv: no column 'txt'; there are id, text"):
+        LinesSource(tmp_path / "a.csv", columns=["id", "txt"])
+    source = LinesSource(tmp_path / "a.csv", columns=["id", "age"], fields={"age": 0})
+    assert samples_of(source) == [{"id": 1, "age": 0}]
 
 
 def test_a_column_of_whole_numbers_may_hold_others_later_unless_a_default_is_whole(

@@ -6,6 +6,7 @@ import datetime as dt
 import decimal
 import io
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -193,6 +194,18 @@ def test_a_row_with_a_null_is_left_out_with_the_column_named(tmp_path: Path) -> 
     assert "2 problems, the first: row 1: column 'x' is null" in reason
     assert "row 1: column 'l' holds a null" in read_unit(ParquetSource(tmp_path, columns=["l"]))[1]
     assert read_unit(ParquetSource(tmp_path, columns=["s"]))[1].endswith("row 2: column 's' is null")
+
+
+@pytest.mark.parametrize("option", ["nulls", "fields"])
+@pytest.mark.parametrize("value", [0.5, math.nan])
+def test_a_float_for_nulls_among_integers_makes_all_of_them_floats(
+    tmp_path: Path, option: Any, value: float
+) -> None:
+    pq.write_table(pa.table({"age": pa.array([1, None, 3, 4])}), tmp_path / "a.parquet", row_group_size=2)
+    options: dict[str, Any] = {option: {"age": value}}
+    found = [sample["age"] for sample in read_all(ParquetSource(tmp_path, **options)).values()]
+    np.testing.assert_array_equal(found, [1.0, value, 3.0, 4.0])
+    assert all(isinstance(one, float) for one in found)
 
 
 def test_nulls_can_be_given_a_value(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_tar_cut_anywhere_gives_the_whole_samples_before_the_cut_and_says_so(t
         assert ("truncated: it ends after" in problem) == (cut < end + BLOCK and not unmarked), cut
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
 def test_a_tar_without_the_mark_at_its_end_is_read_to_the_end(tmp_path: Path, pack: Any) -> None:
     """The standard library, GNU tar and webdataset do so, too; here a truncated file is no complete sample."""
     unmarked = tar_bytes(FILES)[: 8 * 5 * BLOCK]

@@ -328,6 +328,26 @@ def test_a_file_replaced_between_its_parts_is_noticed_and_then_read_as_it_is(tmp
     assert sum(len(read_unit(source, unit)[0]) for unit in range(4)) == 80
 
 
+@pytest.mark.parametrize("asked_anew", [False, True])
+def test_two_threads_that_read_parts_of_a_file_that_was_replaced_both_notice(
+    tmp_path: Path, asked_anew: bool
+) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 40)
+    source = TFRecordSource(path).divided(4)
+    assert read_unit(source, 0)[0]
+    write(path, 80)
+    reads = [source.read(unit, RNG) for unit in (1, 2)]
+    for read in reads:
+        next(read)
+    with pytest.raises(SourceUnavailableError, match="was replaced while it was read in parts"):
+        list(reads[0])
+    if asked_anew:
+        assert read_unit(source, 3)[0]
+    with pytest.raises(SourceUnavailableError, match="was replaced while it was read in parts"):
+        list(reads[1])
+
+
 # --- files, the protocol -----------------------------------------------------------------------
 
 

@@ -110,7 +110,13 @@ class Columns:
         return {name: self._checked(name, array, self._plain(name, array))}
 
     def _checked(self, name: str, array: Any, values: Values) -> Values:
-        """Return the `values` of `array`, with nulls replaced or made Unusable."""
+        """Return the `values` of `array`, with nulls replaced or made Unusable.
+
+        If the replacement is a float, integers become floats.
+        """
+        is_whole = isinstance(values, np.ndarray) and values.dtype.kind in "iu"
+        if is_whole and isinstance(self._nulls.get(name), float):
+            values = np.asarray(values, np.float64)
         if not array.null_count:
             return values
         found = list(values)
