@@ -1,7 +1,7 @@
 """The work of the gathering thread on a segment: its batches are read, transformed, sent and queued in order.
 
-Where batches are transformed, two more threads do that. A copy is not shared by torch's own threads: where
-other processes or the trainer's kernels use the cores, each call waits until its second thread is scheduled.
+Where batches are transformed, two more threads do that. Torch's own threads do not share a copy: where other
+processes or the trainer's kernels use the cores, each call would wait until its second thread is scheduled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cachestream import tracing
 from cachestream.config import with_generator
 from cachestream.errors import CorruptShardError
 from cachestream.permutation import mix_key
+from cachestream.training.batches import memory
 from cachestream.training.batches.collate import to_container
 from cachestream.training.batches.gather import Columns, Gatherer
 from cachestream.training.batches.prefetcher import (
@@ -29,7 +30,6 @@ from cachestream.training.batches.prefetcher import (
     Prefetcher,
     PrefetchGroup,
     QueuedBatch,
-    can_prefetch,
 )
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.rendezvous import Cancelled
@@ -37,8 +37,8 @@ from cachestream.training.rendezvous import Cancelled
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
     from cachestream.training.batches.mapped_shards import SampleLocations
-    from cachestream.training.batches.memory import BufferPool
     from cachestream.training.batches.transfer import BatchTransform, Transfer
+    from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.schedule import Schedule
     from cachestream.training.segment import Segment
 
@@ -50,31 +50,40 @@ _MOST_THREADS: Final = 2  # two threads saturate the memory bandwidth
 class BatchProducer:
     """The producer of batches, which the trainer consumes. Used by the gathering thread.
 
-    `prefetcher` gathers the segments that it can; None with a `transform`.
+    `prefetcher` gathers the segments that it can; None where the threads in C cannot make the batches.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         transfer: Transfer,
+        options: LoaderOptions,
+        prefetch: int,
         transform: BatchTransform | None,
         quarantine: Callable[[int, str], None],
-        prefetcher: Prefetcher | None,
     ) -> None:
         self._schedule = schedule
+        self._with_keys, self._ragged = options.with_keys, options.ragged
         self._transfer = transfer
         self._transform = None if transform is None else with_generator(transform)
         self._quarantine = quarantine
-        self.prefetcher = prefetcher
-        # Of the batch after each group. A group that had it would be in a reference cycle with its thread.
+        is_simple = transform is None and not options.with_keys and isinstance(options.ragged, str)
+        can_prefetch = is_simple and memory.in_c is not None
+        self.prefetcher = Prefetcher(prefetch, transfer) if can_prefetch else None
+        # The error of the batch after a group. In the group it would be in a reference cycle with its thread.
         self._errors: dict[BatchGroup, BaseException] = {}
 
     def run(self, segment: Segment) -> None:
         """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
         num_threads = 1 if self._transform is None else _num_threads(segment)
-        prefetcher = self.prefetcher if can_prefetch(segment) else None
+        varies = any(field.shape is None for field in segment.snapshot.schema.fields)
+        room = segment.batches_together * segment.plan.batch_size
+        gatherer = Gatherer(segment.maps, self._transfer.pool, room, self._with_keys, self._ragged)
         reader = _SegmentReader(
-            segment, self._transfer.pool, prefetcher, functools.partial(self._on_damage, segment)
+            segment,
+            gatherer,
+            None if varies else self.prefetcher,
+            functools.partial(self._on_damage, segment),
         )
         finish = functools.partial(self._finish, segment)
         try:
@@ -175,7 +184,8 @@ def _in_a_new_thread(function: Callable[[], Result]) -> Result:
 
 
 def in_order(num_threads: int, work: Callable[[Item], Result], items: Iterator[Item]) -> Iterator[Result]:
-    """Yield the results of `work` on `items`, in order; several threads do it, or with one the caller's.
+    """Yield the results of `work` on `items`, in order. `num_threads` threads do the work; for one, the
+    caller's thread does.
 
     One item more than there are threads is in work, so that no thread waits for the caller.
     """
@@ -211,14 +221,14 @@ class _ReadBatches(NamedTuple):
 class _SegmentReader:
     """Reads the batches of `segment` for this rank, in order, without the samples of damaged shards.
 
-    With `prefetcher`, it gathers them once all shards are mapped. `on_damage(shard id, error)` is called for
-    each damaged shard.
+    Once all shards are mapped, `prefetcher` gathers them, or `gatherer` if it is None. `on_damage(shard id,
+    error)` is called for each damaged shard.
     """
 
     def __init__(
         self,
         segment: Segment,
-        pool: BufferPool,
+        gatherer: Gatherer,
         prefetcher: Prefetcher | None,
         on_damage: Callable[[int, CorruptShardError], None],
     ) -> None:
@@ -226,8 +236,7 @@ class _SegmentReader:
         self._maps = segment.maps
         self._prefetcher = prefetcher
         self._together = 1  # the first batch must not wait for others
-        room = segment.batches_together * segment.plan.batch_size
-        self._gatherer = Gatherer(segment.maps, pool, room, segment.with_keys, segment.ragged)
+        self._gatherer = gatherer
         self._damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
         self._on_damage = on_damage
 

@@ -21,7 +21,7 @@ from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.snapshots import ReusableSnapshots
 from cachestream.storage.view import hash_of
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.plan import SegmentRecord
+from cachestream.training.plan import OrderRecord
 from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class EpochSnapshot:
     snapshot: Snapshot
     lease: Lease
     maps: EpochMaps
-    record: SegmentRecord | None = None
+    record: OrderRecord | None = None
     later_batches: int = 0
 
     def to_payload(self) -> Payload:
@@ -83,7 +83,7 @@ class EpochSnapshot:
             split=split,
             sizes=None if payload["sizes"] is None else np.array(payload["sizes"], np.int64),
         )
-        record = None if payload["record"] is None else SegmentRecord.from_state(payload["record"])
+        record = None if payload["record"] is None else OrderRecord.from_state(payload["record"])
         snapshot = view.join(snapshot, payload["selected"])  # the lease of the first rank holds its shards
         return cls(
             snapshot, join_lease(snapshot.lease), EpochMaps(snapshot, maps), record, payload["later_batches"]
@@ -122,9 +122,9 @@ class EpochSnapshots:
             if ranks.leads:
                 taken = self._take(request, epoch_size, ranks.group, until_s, cancelled)
                 undo.callback(taken.lease.release)
-                ranks.share(name, taken.to_payload(), cancelled)
+                ranks.share(name, taken.to_payload())
             else:
-                shared = ranks.share(name, None, cancelled)
+                shared = ranks.share(name, None)
                 taken = EpochSnapshot.join(shared, self._options.split, self._options.view, self.maps)
                 undo.callback(taken.lease.release)
                 for _, error in _open(taken.maps, until_s, cancelled):
@@ -199,7 +199,7 @@ class EpochSnapshots:
         return EpochSnapshot(snapshot, lease, maps)
 
     def _take_recorded(
-        self, replay: Replay, record: SegmentRecord | None, request: Request, group: Sequence[int]
+        self, replay: Replay, record: OrderRecord | None, request: Request, group: Sequence[int]
     ) -> EpochSnapshot:
         """Take all shards of a recorded epoch, or of `record`, the rest of one; raises EpochError."""
         leader = group[0]
@@ -216,7 +216,7 @@ class EpochSnapshots:
         later = replay.batches_after(request.epoch, request.index, leader, batch_size, len(group))
         return replace(taken, record=record, later_batches=later)
 
-    def _restore(self, record: SegmentRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
+    def _restore(self, record: OrderRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
         """Take the cached shards of `record`; return their snapshot, and the ids that went since."""
         split, view = self._options.split, self._options.view
         record.check_selection(split, selects=view.selects)

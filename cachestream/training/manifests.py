@@ -26,7 +26,7 @@ from cachestream.errors import CacheStreamError, ConfigError, EpochError
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
-from cachestream.training.plan import SegmentRecord, count_batches, rebuild
+from cachestream.training.plan import OrderRecord, count_batches, rebuild
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -52,7 +52,7 @@ class RecordedSegment:
     samples: int
     batch_size: int
     ranks: int
-    record: SegmentRecord
+    record: OrderRecord
 
     def to_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COUNTS} | {"order": self.record.to_state()}
@@ -60,7 +60,7 @@ class RecordedSegment:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> RecordedSegment:
         counts = {name: int(state[name]) for name in _COUNTS}
-        return cls(**counts, record=SegmentRecord.from_state(state["order"]))
+        return cls(**counts, record=OrderRecord.from_state(state["order"]))
 
     def until(self, done: int) -> RecordedSegment:
         """The segment, cut off after `done` batches of the epoch."""
@@ -72,7 +72,7 @@ class RecordedSegment:
         samples = step * self.batch_size if bounds is None else int(bounds[step])
         return replace(self, batches=batches, samples=min(samples, self.samples))
 
-    def drawn(self) -> SegmentRecord:
+    def drawn(self) -> OrderRecord:
         """The record of the samples that were drawn."""
         return self.record.cut(0, stop=self.samples)
 
@@ -279,7 +279,7 @@ class Replay:
                 f"replay={path!r} holds no manifests (epoch-000000.json, …); EpochLoader(record=…) writes them"
             )
 
-    def segment(self, cache: Cache, epoch: int, index: int, leader: int) -> SegmentRecord:
+    def segment(self, cache: Cache, epoch: int, index: int, leader: int) -> OrderRecord:
         """Segment `index` of `epoch` with the shard ids of `cache`, whose first rank is `leader`.
 
         Raises EpochError when some of its shards are not cached.

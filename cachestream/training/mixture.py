@@ -53,9 +53,7 @@ class Mixture:
         if not callable(given):
             _row(given, "mixture")
 
-    def agree(
-        self, cache: Cache, epoch: int, steps: range, ranks: Ranks, name: str, cancelled: Callable[[], bool]
-    ) -> None:
+    def agree(self, cache: Cache, epoch: int, steps: range, ranks: Ranks, name: str) -> None:
         """Take over rank 0's weights at `steps`, in round `name`. Raises what the user's function raises."""
         mine: dict[str, Any] = {}
         if ranks.rank == 0:
@@ -67,7 +65,7 @@ class Mixture:
             else:
                 rows = [_row(given(step), f"mixture(step={step})", names) for step in steps or [steps.start]]
             mine = {"names": names, "weights": pack_numbers(np.concatenate(rows), "<f8")}
-        answer = ranks.agree(name, mine, cancelled)[0]
+        answer = ranks.agree(name, mine)[0]
         self.names = tuple(answer["names"])
         self._weights = unpack_numbers(answer["weights"], "<f8").reshape(-1, len(self.names))
 

@@ -24,7 +24,7 @@ from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
 from cachestream.training.batch_producer import BatchProducer, use_one_torch_thread
 from cachestream.training.batches.mapped_shards import locate_batches
-from cachestream.training.batches.prefetcher import Prefetcher, check_process
+from cachestream.training.batches.prefetcher import check_process
 from cachestream.training.batches.transfer import make_transfer
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_job, find_ranks, warn_if_early
@@ -76,8 +76,9 @@ class Pipeline:
         find = functools.partial(find_ranks, next(_instances), common, cache.cache_id, deadlines, closed)
         self.preparer = Preparer(cache, options, find, closed)
         self.schedule = Schedule(prefetch)
-        prefetcher = Prefetcher(prefetch, self.transfer) if transform is None else None
-        self._producer = BatchProducer(self.schedule, self.transfer, transform, cache.quarantine, prefetcher)
+        self._producer = BatchProducer(
+            self.schedule, self.transfer, options, prefetch, transform, cache.quarantine
+        )
         self.job: ProcessGroup | None = None  # of this process, since `join_job` found it
         self._warned_early = False
         self._pid = os.getpid()

@@ -226,7 +226,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentCut:
+class OrderCut:
     """The order in range(`position`, `stop`) (None: up to its end), without the shards `gone`."""
 
     position: int
@@ -238,7 +238,7 @@ class SegmentCut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SegmentRecord:
+class OrderRecord:
     """A segment of an epoch: `drawn` samples of the shards, in a recorded order, less the cuts.
 
     `key` seeds the permutation of a "shuffled" order and of a "local" one, whose window and run length are in
@@ -253,7 +253,7 @@ class SegmentRecord:
     key: int = 0
     listed: IntArray | None = None
     bounds: IntArray | None = None
-    cuts: tuple[SegmentCut, ...] = ()
+    cuts: tuple[OrderCut, ...] = ()
     local: tuple[int, int] | None = None
     split: str | None = None
     selected: IntArray | None = None
@@ -273,13 +273,13 @@ class SegmentRecord:
                 f"this epoch was drawn with split={self.split!r}, and this EpochLoader has split={asked!r}; give it the same"
             )
 
-    def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> SegmentRecord:
+    def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> OrderRecord:
         """The record from `position` of its present order up to, and not including, `stop`."""
         if not position and not gone and stop is None:
             return self
-        return replace(self, cuts=(*self.cuts, SegmentCut(position, gone, stop)))
+        return replace(self, cuts=(*self.cuts, OrderCut(position, gone, stop)))
 
-    def renumbered(self, shard_ids: IntArray) -> SegmentRecord:
+    def renumbered(self, shard_ids: IntArray) -> OrderRecord:
         """The same order over the shards with the ids `shard_ids` (int64 `[num_shards]`)."""
         names = dict(zip(self.shard_ids.tolist(), shard_ids.tolist(), strict=True))
         cuts = tuple(replace(cut, gone=tuple(names[old] for old in cut.gone)) for cut in self.cuts)
@@ -300,17 +300,13 @@ class SegmentRecord:
             "key": self.key,
             "cuts": [cut.to_state() for cut in self.cuts],
         }
-        optional = {
-            "listed": None if self.listed is None else self.listed.tolist(),
-            "bounds": None if self.bounds is None else self.bounds.tolist(),
-            "split": self.split,
-            "selected": None if self.selected is None else self.selected.tolist(),
-            "local": None if self.local is None else list(self.local),
-        }
-        return state | {name: value for name, value in optional.items() if value is not None}
+        for name in ("listed", "bounds", "split", "selected", "local"):
+            if (value := getattr(self, name)) is not None:
+                state[name] = value.tolist() if isinstance(value, np.ndarray) else value
+        return state
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> SegmentRecord:
+    def from_state(cls, state: dict[str, Any]) -> OrderRecord:
         """The record of a state; raises ConfigError for a value that `to_state` did not return."""
         try:
             return cls(
@@ -321,9 +317,7 @@ class SegmentRecord:
                 key=int(state["key"]),
                 listed=_integers(state.get("listed")),
                 bounds=_integers(state.get("bounds")),
-                cuts=tuple(
-                    SegmentCut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]
-                ),
+                cuts=tuple(OrderCut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
                 local=_window_and_run(state.get("local")),
                 split=state.get("split"),
                 selected=_integers(state.get("selected")),
@@ -347,7 +341,7 @@ def _window_and_run(values: list[int] | None) -> tuple[int, int] | None:
     return window, run
 
 
-def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
+def rebuild(record: OrderRecord) -> tuple[SampleOrder, IntArray | None]:
     """The order of `record`, in sample numbers of its own shards, and the bounds of a batch sampler."""
     order, bounds = _drawn_order(record), record.bounds
     for cut in record.cuts:
@@ -366,7 +360,7 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
     return order, bounds
 
 
-def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> SampleOrder:
+def translate(order: SampleOrder, record: OrderRecord, snapshot: Snapshot) -> SampleOrder:
     """Translate `order` to sample numbers of `snapshot`: of the record's shards that are left."""
     if np.array_equal(record.shard_ids, snapshot.shard_ids):
         return order
@@ -376,7 +370,7 @@ def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> 
     return ListedOrder(_starts(snapshot.counts)[positions] + rows)
 
 
-def _located(order: SampleOrder, record: SegmentRecord) -> tuple[IntArray, IntArray]:
+def _located(order: SampleOrder, record: OrderRecord) -> tuple[IntArray, IntArray]:
     """The samples of `order`, and the indices of their shards in `record`, int64 `[n]` each."""
     indices = order.at(np.arange(order.size, dtype=np.int64))
     return indices, np.searchsorted(_starts(record.counts), indices, side="right") - 1
@@ -386,7 +380,7 @@ def _starts(counts: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _drawn_order(record: SegmentRecord) -> SampleOrder:
+def _drawn_order(record: OrderRecord) -> SampleOrder:
     num_samples = int(record.counts.sum())
     if record.listed is not None:
         return ListedOrder(record.listed)

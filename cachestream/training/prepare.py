@@ -22,7 +22,7 @@ from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_s
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import Drawing
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
-from cachestream.training.plan import Plan, SegmentRecord, count_batches, rebuild, translate
+from cachestream.training.plan import OrderRecord, Plan, count_batches, rebuild, translate
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.segment import Segment
 
@@ -106,7 +106,7 @@ class Preparer:
         """
         began_s = time.monotonic()
         ranks, rounds = self._find_ranks(), self._rounds(request)
-        ranks.request(rounds[0])
+        ranks.request(rounds[0], cancelled)
         with ExitStack() as undo:
             try:
                 if self._starts_cold(request):
@@ -117,14 +117,14 @@ class Preparer:
                 with tracing.span("snapshot"):
                     taken = self._snapshots.take(ranks, rounds[0], request, size, until_s, cancelled)
                 undo.callback(taken.lease.release)
-                segment = self._make_segment(request, taken, cancelled)
+                segment = self._make_segment(request, taken)
             except Cancelled:
                 raise
             except Exception as error:
                 for name in rounds:
                     ranks.report(name, error)
                 raise
-            self._agree(segment, cancelled)
+            self._agree(segment)
             undo.pop_all()
         if self._options.weights is not None:
             self._options.weights.confirm()
@@ -182,11 +182,11 @@ class Preparer:
         group_size = len(self.ranks.group)
         return max(0, (self._options.epoch_size - request.drawn) * group_size // self.ranks.size)
 
-    def _make_segment(self, request: Request, taken: EpochSnapshot, cancelled: Callable[[], bool]) -> Segment:
+    def _make_segment(self, request: Request, taken: EpochSnapshot) -> Segment:
         options, ranks = self._options, self.ranks
         dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
         limit, rounds = self._remaining(request), self._rounds(request)[1:]
-        drawing = Drawing(self._cache, options, ranks, request, limit, rounds, cancelled)
+        drawing = Drawing(self._cache, options, ranks, request, limit, rounds)
         drawing.settle(taken.snapshot, taken.record)
         record = taken.record or drawing.draw(dataset)
         order, bounds = rebuild(record)
@@ -206,8 +206,6 @@ class Preparer:
             total + taken.later_batches,
             record,
             missing,
-            with_keys=options.with_keys,
-            ragged=options.ragged,
             transform_key=mix_key(options.seed, request.epoch, ranks.rank),
             sources=None if options.mixture is None else options.mixture.sources_in(order, taken.snapshot),
         )
@@ -244,7 +242,7 @@ class Preparer:
             rest = count_batches(remaining, batch_size, group_size, drop_last)
         return Plan(size, batch_size, group_size, batches), request.done + rest
 
-    def _agree(self, segment: Segment, cancelled: Callable[[], bool]) -> None:
+    def _agree(self, segment: Segment) -> None:
         """Settle on the number of batches that every rank can give."""
         ranks, plan, request = self.ranks, segment.plan, segment.request
         mine: Payload = {"batches": plan.num_batches, "total": segment.total}
@@ -253,7 +251,7 @@ class Preparer:
         if ranks.leads and len(ranks.group) < ranks.size:
             mine["record"] = segment.record.to_state()
             mine["cache"], mine["ranks"] = self._cache.cache_id, len(ranks.group)
-        answers = ranks.agree(self._rounds(request)[0], mine, cancelled)
+        answers = ranks.agree(self._rounds(request)[0], mine)
         for rank in ranks.group:
             if answers[rank].get("order") != mine.get("order"):
                 raise RankMismatchError(
@@ -265,7 +263,7 @@ class Preparer:
         segment.total = total
         segment.plan = replace(plan, num_batches=max(0, min(batches, total - request.done)))
         segment.caches = {
-            answer["cache"]: (SegmentRecord.from_state(answer["record"]), answer["ranks"])
+            answer["cache"]: (OrderRecord.from_state(answer["record"]), answer["ranks"])
             for answer in answers
             if "record" in answer
         }

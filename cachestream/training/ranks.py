@@ -55,21 +55,19 @@ class Ranks:
         """True if this rank takes the snapshot for its group."""
         return self.group[0] == self.rank
 
-    def request(self, name: str) -> None:
-        """Ask all ranks to take part in round `name`."""
+    def request(self, name: str, cancelled: Callable[[], bool]) -> None:
+        """Ask all ranks to take part in round `name`; once `cancelled`, this rank's waits raise Cancelled."""
 
     def requested(self, name: str) -> bool:
         """Return whether a rank has asked for round `name`."""
         return False
 
-    def share(self, name: str, mine: Payload | None, cancelled: Callable[[], bool]) -> Payload:
+    def share(self, name: str, mine: Payload | None) -> Payload:
         """The payload of the group's leader in round `name`; the other ranks give None."""
         assert mine is not None
         return mine
 
-    def agree(
-        self, name: str, mine: Payload, cancelled: Callable[[], bool], *, in_group: bool = False
-    ) -> list[Payload]:
+    def agree(self, name: str, mine: Payload, *, in_group: bool = False) -> list[Payload]:
         """The payloads of all ranks, or of those in the group, in round `name`, in ascending order. An error
         of any of them is raised on all.
         """
@@ -104,6 +102,7 @@ class StoreRanks(Ranks):
         self._old_keys: list[str] = []
         self._keys: list[str] = []
         self._closed = closed
+        self._cancelled: Callable[[], bool] = lambda: False
 
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
@@ -114,7 +113,7 @@ class StoreRanks(Ranks):
         """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
         self._connection.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
-        hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first, self._serve)
+        hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first)
         self._connection.stop_serving()
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         first = hellos[0]["settings"]
@@ -130,34 +129,26 @@ class StoreRanks(Ranks):
         self.group = tuple(r for r, cache in enumerate(caches) if cache == cache_id)
         return caches
 
-    def _serve(self) -> bool:
-        """Answer ranks that still connect; return False, as a `cancelled` callback."""
-        self._connection.serve()
-        return False
-
-    def request(self, name: str) -> None:
+    def request(self, name: str, cancelled: Callable[[], bool]) -> None:
+        self._cancelled = cancelled
         self._connection.call(lambda store: store.set(f"{name}/request", "1"))
 
     def requested(self, name: str) -> bool:
         return bool(self._connection.call(lambda store: store.check([f"{name}/request"])))
 
-    def share(self, name: str, mine: Payload | None, cancelled: Callable[[], bool]) -> Payload:
+    def share(self, name: str, mine: Payload | None) -> Payload:
         if mine is not None:
             self._post(f"{name}/made/{self.rank}", mine)
             return mine
-        return self._collect(
-            f"{name}/made", self.group[:1], "prepared the epoch", self._group_deadline_s, cancelled
-        )[0]
+        return self._collect(f"{name}/made", self.group[:1], "prepared the epoch", self._group_deadline_s)[0]
 
-    def agree(
-        self, name: str, mine: Payload, cancelled: Callable[[], bool], *, in_group: bool = False
-    ) -> list[Payload]:
+    def agree(self, name: str, mine: Payload, *, in_group: bool = False) -> list[Payload]:
         self._post(f"{name}/ready/{self.rank}", mine)
         if in_group:
             ranks, deadline_s = self.group, self._group_deadline_s
         else:
             ranks, deadline_s = tuple(range(self.size)), self._round_deadline_s
-        answers = self._collect(f"{name}/ready", ranks, "prepared the epoch", deadline_s, cancelled)
+        answers = self._collect(f"{name}/ready", ranks, "prepared the epoch", deadline_s)
         if not in_group:  # ranks of other groups may still read the previous round
             self._agreed_once = True
             self._forget_last_round(name)
@@ -193,23 +184,17 @@ class StoreRanks(Ranks):
             self._connection.call(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
         self._old_keys, self._keys = self._keys, []
 
-    def _collect(
-        self,
-        prefix: str,
-        ranks: Sequence[int],
-        done: str,
-        deadline_s: float,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> list[Payload]:
+    def _collect(self, prefix: str, ranks: Sequence[int], done: str, deadline_s: float) -> list[Payload]:
         """Wait for the payloads of `ranks` under `prefix`; raise the first error among them."""
         keys = [f"{prefix}/{rank}" for rank in ranks]
         give_up = time.monotonic() + deadline_s
         pause_s, most_s = PAUSES_S
         # Store.wait cannot be cancelled, and prints a warning at every timeout.
         while not self._connection.call(lambda store: store.check(keys)):
+            self._connection.serve()
             if time.monotonic() > give_up:
                 raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
-            if cancelled() or self._closed.wait(pause_s):
+            if self._cancelled() or self._closed.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
         payloads = [json.loads(data) for data in self._connection.call(lambda store: store.multi_get(keys))]

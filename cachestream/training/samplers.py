@@ -41,9 +41,7 @@ class Selection:
     shared: bool
 
 
-def join_selections(
-    mine: Selection, batch_size: int, ranks: Ranks, name: str, cancelled: Callable[[], bool]
-) -> Selection:
+def join_selections(mine: Selection, batch_size: int, ranks: Ranks, name: str) -> Selection:
     """Join the selections that the samplers of the group's ranks made, exchanged in round `name`, into one
     order, from which each rank gets its own.
     """
@@ -51,7 +49,7 @@ def join_selections(
         "drawn": pack_numbers(mine.indices),
         "bounds": None if mine.bounds is None else pack_numbers(mine.bounds),
     }
-    answers = ranks.agree(name, share, cancelled, in_group=True)
+    answers = ranks.agree(name, share, in_group=True)
     lists = [unpack_numbers(answer["drawn"]) for answer in answers]
     bounds = [unpack_numbers(answer["bounds"]) for answer in answers if answer["bounds"] is not None]
     if bounds and len(bounds) < len(lists):

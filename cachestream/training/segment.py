@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import ConfigError
-from cachestream.training.plan import SegmentRecord, rebuild
+from cachestream.training.plan import OrderRecord, rebuild
 
 if TYPE_CHECKING:
     from cachestream.schema import Snapshot
-    from cachestream.training.batches.gather import Ragged
     from cachestream.training.batches.mapped_shards import EpochMaps, SampleLocations
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.mixture import SegmentSources
@@ -47,7 +46,7 @@ class Request:
     done: int = 0
     drawn: int = 0
     total: int | None = None
-    records: Mapping[str, SegmentRecord] | None = None
+    records: Mapping[str, OrderRecord] | None = None
     first_step: int = 0
 
     def to_state(self) -> dict[str, Any]:
@@ -92,8 +91,7 @@ class Request:
                 return cls(0, epoch, first_step=first_step)
             values = json.loads(segment)
             records = {
-                str(cache_id): SegmentRecord.from_state(record)
-                for cache_id, record in values["caches"].items()
+                str(cache_id): OrderRecord.from_state(record) for cache_id, record in values["caches"].items()
             }
             drawn = int(values["drawn_by_all"])
             return cls(0, epoch, int(values["index"]), done, drawn, None, records, first_step)
@@ -112,8 +110,7 @@ class Segment:
     `rank`: the number of this rank among the `plan.ranks` that share the order. `total`: the number of
     batches in the epoch. `missing`: the number of samples that a checkpoint names and the cache no longer
     has. `caches`: the records of the job's caches by id, each with the number of its ranks; empty if all
-    ranks share one. `with_keys`: batches hold their samples' keys. `ragged`: the form of fields whose shape
-    varies. `locations`: those of the samples, in blocks. `transform_key`: seeds the generators of
+    ranks share one. `locations`: those of the samples, in blocks. `transform_key`: seeds the generators of
     `batch_transform`. `sources`: those of a mixture.
     """
 
@@ -124,11 +121,9 @@ class Segment:
     plan: Plan
     rank: int
     total: int
-    record: SegmentRecord
+    record: OrderRecord
     missing: int = 0
-    caches: dict[str, tuple[SegmentRecord, int]] = field(default_factory=dict)
-    with_keys: bool = False
-    ragged: Ragged = "list"
+    caches: dict[str, tuple[OrderRecord, int]] = field(default_factory=dict)
     locations: Iterable[SampleLocations] = ()
     transform_key: int = 0
     sources: SegmentSources | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -99,12 +99,12 @@ class KeyWeights:
 
     # --- between ranks, and checkpoints
 
-    def exchange(self, ranks: Ranks, name: str, cancelled: Callable[[], bool]) -> None:
+    def exchange(self, ranks: Ranks, name: str) -> None:
         """Apply the pending updates of all ranks, of later ranks last, in round `name`."""
         with self._lock:
             waiting = list(self._pending)
             self._sent = len(waiting)
-        answers = ranks.agree(name, {"updates": _pack(*_latest(waiting))}, cancelled)
+        answers = ranks.agree(name, {"updates": _pack(*_latest(waiting))})
         with self._lock:
             self._known = _latest([self._known, *(_unpack(answer["updates"]) for answer in answers)])
 
@@ -131,9 +131,6 @@ class KeyWeights:
             self._pending.clear()
             self._sent = 0
             self._known = known
-
-    def __len__(self) -> int:
-        return len(self._known[0])
 
 
 def draw(weights: Floats, count: int, key: int) -> IntArray:

@@ -77,7 +77,7 @@ FAULTS: Final = (
     ),
     Fault(
         "all ranks make the same steps",
-        r"answers = (?P<said>ranks\.agree\(self\._rounds\(request\)\[0\], mine, cancelled\))",
+        r"answers = (?P<said>ranks\.agree\(self\._rounds\(request\)\[0\], mine\))",
         r"answers = [mine for _ in \g<said>]",
         "tests/training/test_ranks.py::test_all_ranks_make_the_same_steps_and_no_sample_comes_twice",
     ),

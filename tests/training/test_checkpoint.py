@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cachestream import ConfigError, EpochLoader
 from cachestream.schema import Schema, Snapshot
-from cachestream.training.plan import OrderKind, SegmentRecord, rebuild, translate
+from cachestream.training.plan import OrderKind, OrderRecord, rebuild, translate
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache
 
@@ -240,7 +240,7 @@ def test_a_state_of_something_else_is_refused(wrong: dict[str, Any], new_cache: 
         loader.load_state_dict(wrong)
 
 
-def snapshot_of(record: SegmentRecord, gone: set[int]) -> Snapshot:
+def snapshot_of(record: OrderRecord, gone: set[int]) -> Snapshot:
     keep = [i for i, shard_id in enumerate(record.shard_ids.tolist()) if shard_id not in gone]
     return Snapshot("id", "/", "/", Schema(()), record.shard_ids[keep], record.counts[keep])
 
@@ -253,7 +253,7 @@ def test_any_sequence_of_cuts_leaves_exactly_the_samples_not_drawn_and_not_gone(
     total = int(counts.sum())
     kinds: list[OrderKind] = ["shuffled", "sequential"]
     kind = data.draw(st.sampled_from(kinds))
-    record = SegmentRecord(
+    record = OrderRecord(
         ids, counts, kind, data.draw(st.integers(1, total)), key=data.draw(st.integers(0, 2**64 - 1))
     )
     places = [(int(i), row) for i, count in zip(ids, counts, strict=True) for row in range(count)]
@@ -266,7 +266,7 @@ def test_any_sequence_of_cuts_leaves_exactly_the_samples_not_drawn_and_not_gone(
         gone |= new
         record = record.cut(position, tuple(new))
         model = [place for place in model[position:] if place[0] not in gone]
-        record = SegmentRecord.from_state(json.loads(json.dumps(record.to_state())))
+        record = OrderRecord.from_state(json.loads(json.dumps(record.to_state())))
     snapshot = snapshot_of(record, gone)
     order = translate(rebuild(record)[0], record, snapshot)
     left = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import ConfigError, EpochLoader
-from cachestream.training.plan import LocalOrder, SegmentRecord, rebuild, run_length
+from cachestream.training.plan import LocalOrder, OrderRecord, rebuild, run_length
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 
@@ -112,13 +112,13 @@ def test_a_run_is_a_sixteenth_of_the_largest_shard() -> None:
 
 
 def test_a_record_of_it_makes_the_same_order_again() -> None:
-    record = SegmentRecord(np.array([1, 2]), np.array([30, 50]), "local", 70, 9, local=(20, 4)).cut(13)
-    again = SegmentRecord.from_state(record.to_state())
+    record = OrderRecord(np.array([1, 2]), np.array([30, 50]), "local", 70, 9, local=(20, 4)).cut(13)
+    again = OrderRecord.from_state(record.to_state())
     orders = [rebuild(r)[0] for r in (record, again)]
     assert orders[0].size == 57
     assert np.array_equal(orders[0].at(np.arange(57)), orders[1].at(np.arange(57)))
     with pytest.raises(ConfigError, match="no state"):
-        SegmentRecord.from_state(record.to_state() | {"local": [0, 4]})
+        OrderRecord.from_state(record.to_state() | {"local": [0, 4]})
 
 
 # --- through the loader

@@ -19,7 +19,7 @@ from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.prefetcher import BatchGroup, QueuedBatch
 from cachestream.training.batches.transfer import BatchTransform, Staged
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.plan import Plan, SegmentRecord, SequentialOrder
+from cachestream.training.plan import OrderRecord, Plan, SequentialOrder
 from cachestream.training.schedule import Pace, Schedule
 from cachestream.training.segment import Request, Segment
 
@@ -47,7 +47,7 @@ class Trainer:
             Plan(batches, 1, 1, batches),
             0,
             batches,
-            SegmentRecord(NOTHING, NOTHING, "sequential", batches),
+            OrderRecord(NOTHING, NOTHING, "sequential", batches),
         )
         assert self.schedule.add(segment)
         taken = self.schedule.next_segment()

@@ -71,6 +71,7 @@ typedef struct {
     int waiters;
     int threads;
     int most_threads;
+    int has_first; /* a thread has become the first */
     int stopped;
     int owners;
     pid_t pid;
@@ -213,10 +214,13 @@ static int finish(Shared *shared, uint64_t number)
     return 1;
 }
 
-static void work(Shared *shared, int first)
+static void *work(void *given)
 {
+    Shared *shared = given;
     int tell = 0; /* broadcast after unlocking: woken threads need the lock */
     pthread_mutex_lock(&shared->lock);
+    const int first = !shared->has_first;
+    shared->has_first = 1;
     for (;;) {
         while (!shared->stopped && !tell && !has_work(shared, first))
             pthread_cond_wait(first ? &shared->work : &shared->help, &shared->lock);
@@ -258,17 +262,6 @@ static void work(Shared *shared, int first)
     }
     pthread_cond_broadcast(&shared->done);
     release(shared);
-}
-
-static void *work_first(void *shared)
-{
-    work(shared, 1);
-    return NULL;
-}
-
-static void *help_out(void *shared)
-{
-    work(shared, 0);
     return NULL;
 }
 
@@ -279,7 +272,7 @@ static int start_thread(Shared *shared) /* with the lock; returns errno */
     /* All signals are blocked here, so that they interrupt a thread of the interpreter instead. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&thread, NULL, shared->threads ? help_out : work_first, shared);
+    int error = pthread_create(&thread, NULL, work, shared);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error)
         return error;
@@ -512,30 +505,28 @@ static PyObject *queue_wait(Queue *self, PyObject *const *args, Py_ssize_t num_a
     return PyBool_FromLong(done);
 }
 
+static PyObject *read_number(Shared *shared, const uint64_t *number)
+{
+    if (check(shared))
+        return NULL;
+    pthread_mutex_lock(&shared->lock);
+    uint64_t found = *number;
+    pthread_mutex_unlock(&shared->lock);
+    return PyLong_FromUnsignedLongLong(found);
+}
+
 PyDoc_STRVAR(completed_doc, "completed() -> int\n--\n\nThe number of the last task up to which all are done.");
 
 static PyObject *queue_completed(Queue *self, PyObject *Py_UNUSED(none))
 {
-    Shared *shared = self->shared;
-    if (check(shared))
-        return NULL;
-    pthread_mutex_lock(&shared->lock);
-    uint64_t completed = shared->completed;
-    pthread_mutex_unlock(&shared->lock);
-    return PyLong_FromUnsignedLongLong(completed);
+    return read_number(self->shared, &self->shared->completed);
 }
 
 PyDoc_STRVAR(submitted_doc, "submitted() -> int\n--\n\nThe number of the last task that was submitted; 0 before the first.");
 
 static PyObject *queue_submitted(Queue *self, PyObject *Py_UNUSED(none))
 {
-    Shared *shared = self->shared;
-    if (check(shared))
-        return NULL;
-    pthread_mutex_lock(&shared->lock);
-    uint64_t submitted = shared->submitted;
-    pthread_mutex_unlock(&shared->lock);
-    return PyLong_FromUnsignedLongLong(submitted);
+    return read_number(self->shared, &self->shared->submitted);
 }
 
 PyDoc_STRVAR(span_doc,

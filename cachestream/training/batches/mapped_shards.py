@@ -123,11 +123,11 @@ class FieldAddresses:
 class EpochMaps:
     """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
 
-    `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
-    `picked` has the rows of the snapshot's split, for shards with samples of both splits, and `lengths` those
-    of fields. At most `max_open` shards are mapped at a time (the kernel
-    limits the maps of a process). `keepers` has a reference to each map: who holds this array may use the
-    addresses, also after all maps were dropped.
+    `verified` has the ids of the shards that this process has verified, `picked` the rows of the snapshot's
+    split in shards with samples of both splits, and `lengths` the lengths of fields: all three are shared
+    with later epochs. At most `max_open` shards are mapped at a time (the kernel limits the maps of a
+    process). `keepers` has a reference to each map: who holds this array may use the addresses, also after
+    all maps were dropped.
     """
 
     def __init__(
@@ -275,8 +275,8 @@ class EpochMaps:
     def _drop_all(self) -> None:
         with self._lock:
             self.mapped[:] = False
-            # A copy that runs since before the last drop may have read addresses of maps made since then.
-            # None runs for longer: no more than two batches are opened after its own.
+            # A copy that began before the last drop may read addresses of maps made after it, so these maps
+            # stay until the next drop. It has ended then: at most two batches are opened after its own.
             self._dropped, self.keepers = self.keepers, np.full(len(self.mapped), None, object)
 
     def _adopt(self, previous: EpochMaps) -> None:

@@ -90,12 +90,6 @@ class BatchGroup:
         self.batches.clear()
 
 
-def can_prefetch(segment: Segment) -> bool:
-    """Return whether a `Prefetcher` can gather the batches of `segment`, once all shards are mapped."""
-    simple = memory.in_c is not None and not segment.with_keys and isinstance(segment.ragged, str)
-    return simple and all(field.shape is not None for field in segment.snapshot.schema.fields)
-
-
 @dataclass(slots=True, eq=False)
 class GatherTask:
     """Batches `first` to `last` of `group`, gathered together by task `number` of the queue in C.
@@ -116,7 +110,8 @@ class GatherTask:
 class PrefetchGroup(BatchGroup):
     """The batches at `locations`, gathered as they are taken; their shards must be mapped, and stay so.
 
-    The batches up to `handed` have left the prefetcher; the trainer has not taken `batches` of them.
+    The first `handed` batches have left the prefetcher; `batches` are those of them that the trainer has not
+    taken yet.
     """
 
     is_prefetched = True
@@ -251,7 +246,7 @@ class Prefetcher:
             if self._closed:
                 return
             if self._queue is None:
-                assert memory.in_c is not None  # see `can_prefetch`
+                assert memory.in_c is not None  # see `BatchProducer`
                 self._queue = memory.in_c.Queue(threads)
             self._groups.append(group)
             self._top_up(self._queue)
@@ -320,12 +315,8 @@ class Prefetcher:
         held, completed = self._held, queue.completed()
         while held and held[0][0] <= completed:
             held.popleft()
-        while self._groups and self._num_ahead() < self._groups[0].most_ahead:
+        while self._groups and sum([t.last - t.first for t in self._tasks]) < self._groups[0].most_ahead:
             self._submit_next(queue)
-
-    def _num_ahead(self) -> int:
-        """The number of batches that are submitted and not handed to their group."""
-        return sum([task.last - task.first for task in self._tasks])
 
     def _submit_next(self, queue: Queue) -> None:
         """Submit the next batches of the first group, or drop it if it has none left."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # --- pages that are missing
 
 _ENOUGH: Final = 256  # consecutive pages found in memory after which all are taken to be there
-_NONE_CHECKED: Final = 1
 _FIRST_PAGES: Final = 16  # that are looked at in the first step
 _PAGES: Final = 4  # that are looked at in each later step
 
@@ -39,13 +38,14 @@ def count_faults() -> int:
 
 class MissingPages:
     """Estimates whether pages are missing: at first, and from a page fault that read from the disk until
-    `_ENOUGH` consecutive pages were found in memory.
+    `_ENOUGH` consecutive pages were found in memory. `is_first` until the first pages were noted.
     """
 
     def __init__(self, faults: Callable[[], int] = count_faults) -> None:
         self._faults = faults
         self._last_faults = -1
-        self._pages_left = _NONE_CHECKED
+        self.is_first = True
+        self._pages_left = 1
 
     def may_miss_pages(self) -> bool:
         """Return whether pages may be missing now."""
@@ -54,13 +54,9 @@ class MissingPages:
             self._pages_left = _ENOUGH
         return self._pages_left > 0
 
-    @property
-    def is_first(self) -> bool:
-        """True before the first pages were noted."""
-        return self._pages_left == _NONE_CHECKED
-
     def note(self, pages: int, cached: int) -> None:
         """Note that `cached` of `pages` that will be needed are in memory."""
+        self.is_first = False
         self._pages_left = _ENOUGH if cached < pages else max(0, self._pages_left - pages)
 
     def check(self, addresses: IntArray, most: int) -> bool:

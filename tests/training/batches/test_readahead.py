@@ -27,9 +27,9 @@ from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.readahead import MissingPages, ReadAhead, addresses_of, merged, runs_of
 from cachestream.training.plan import (
     LocalOrder,
+    OrderRecord,
     Plan,
     SampleOrder,
-    SegmentRecord,
     ShuffledOrder,
     TailOrder,
     count_batches,
@@ -97,7 +97,7 @@ def test_shards_that_are_not_mapped_are_left_out(new_cache: NewCache) -> None:
 def segment_of(maps: EpochMaps, order: SampleOrder, batch: int, ranks: int, place: int) -> Segment:
     snapshot = maps.snapshot
     batches = count_batches(order.size, batch, ranks, True)
-    record = SegmentRecord(snapshot.shard_ids, snapshot.counts, "shuffled", order.size)
+    record = OrderRecord(snapshot.shard_ids, snapshot.counts, "shuffled", order.size)
     dataset = EpochDataset(snapshot, maps=maps)
     plan = Plan(order.size, batch, ranks, batches)
     return Segment(Request(0, 0), dataset, maps, order, plan, place, batches, record)
