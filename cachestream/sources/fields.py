@@ -94,10 +94,11 @@ class Defaults:
 def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
     """Convert the fields of a dict by the table above; other samples are returned unchanged.
 
-    `empty` has the values for empty lists, by field.
+    `empty` has the values for empty lists, by field. None in place of a dict is left out where it has a
+    value for a member of the dict.
     """
     if not isinstance(sample, Mapping) or not any(
-        isinstance(value, Mapping | list) for value in sample.values()
+        value is None or isinstance(value, Mapping | list) for value in sample.values()
     ):
         return sample
     return dict(_flatten(sample, "", empty))
@@ -110,6 +111,8 @@ def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) 
             yield name, decode_with(decode_image, value["bytes"], "image", f"field '{name}'")
         elif isinstance(value, Mapping) and value and all(isinstance(member, str) for member in value):
             yield from _flatten(value, f"{name}.", empty)
+        elif value is None and any(field.startswith(f"{name}.") for field in empty):
+            continue
         elif isinstance(value, list):
             yield name, _list(name, value, empty.get(name))
         else:

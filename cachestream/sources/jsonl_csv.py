@@ -54,7 +54,7 @@ class LinesSource(SampleFiles):
     line: int64, float64 or str, judged by the first 1,000 rows of the first file. A line that is malformed,
     or has a null or an empty number without a default, is skipped and counted.
 
-    columns: the columns to keep, or members of objects. fields: a default for each optional field, `{"caption": ""}`; in CSV its
+    columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each optional field, `{"caption": ""}`; in CSV its
     type is that of the column. encoding: an extension of ASCII.
 
     A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
@@ -151,7 +151,13 @@ class LinesSource(SampleFiles):
 
     def _kept(self, sample: dict[str, Any]) -> dict[str, Any]:
         chosen = self._chosen
-        return sample if chosen is None else {name: sample[name] for name in sample if name in chosen}
+        if chosen is None:
+            return sample
+        return {
+            name: value
+            for name, value in sample.items()
+            if name in chosen or any(name.startswith(f"{one}.") for one in chosen)
+        }
 
     def _objects(
         self, stream: Stream, begin: int, end: int | None, problems: Problems

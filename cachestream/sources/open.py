@@ -130,7 +130,12 @@ def open_source(what: Any, **options: Any) -> Source:
     if isinstance(what, Unopened):
         return open_source(what.what, **what.options)
     if is_source(what):
-        return _without_options(what, options)
+        if options:
+            raise ConfigError(
+                f"open_source() takes no options beside a Source: {', '.join(options)}; "
+                f"give them where {what!r} is made"
+            )
+        return what  # type: ignore[no-any-return]
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
@@ -192,15 +197,6 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
         check_mapping("storage_options", options.get("storage_options"), "{'anon': True}")
         options["storage_options"] = {**(options.get("storage_options") or {}), "max_object_size": most}
     return options
-
-
-def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
-    if options:
-        raise ConfigError(
-            f"open_source() takes no options beside a Source: {', '.join(options)}; "
-            f"give them where {source!r} is made"
-        )
-    return source
 
 
 def _open_urls(what: Any, options: dict[str, Any]) -> Source:
@@ -319,19 +315,17 @@ def _as_manifest(what: Any, options: Any) -> Manifest:
             f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of "
             "the options of Manifest, beside one path or URL"
         )
-    known = list(inspect.signature(Manifest).parameters)[1:]
     given = {} if options is True else dict(options)
-    reject_unknown("Manifest", given, known)
+    reject_unknown("Manifest", given, _options_of(Manifest))
     return Manifest(what, **given)
 
 
 def _make(kind: Callable[..., Source], what: Any, options: Mapping[str, Any]) -> Source:
-    known = _options_of(kind)
-    reject_unknown("open_source", options, known)
+    reject_unknown("open_source", options, _options_of(kind))
     return kind(what, **options)
 
 
-def _options_of(kind: Callable[..., Source]) -> list[str]:
+def _options_of(kind: Callable[..., Any]) -> list[str]:
     """Return the names of the parameters of `kind` after the first one, which is the data."""
     return list(inspect.signature(kind).parameters)[1:]
 

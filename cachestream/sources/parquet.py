@@ -61,10 +61,6 @@ class Footer:
     names: tuple[str, ...]
     leaves: tuple[int, ...]
 
-    @property
-    def group_rows(self) -> list[int]:
-        return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
-
     def chunks(self, group: int) -> list[ColumnChunk]:
         """Return the chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
         self._check(group)
@@ -248,7 +244,8 @@ class ParquetSource(SampleFiles):
 
         def look(index: int) -> IntArray:
             with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
-                return np.array(self._footers.get(index).group_rows, np.int64)
+                found = self._footers.get(index).metadata
+            return np.array([found.row_group(i).num_rows for i in range(found.num_row_groups)], np.int64)
 
         look(0)  # wrong options fail here, before all other files are asked
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:

@@ -33,10 +33,6 @@ class TarError(ValueError):
     """The archive is malformed from here on."""
 
 
-class TruncatedTarError(TarError):
-    """The archive ends early."""
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """One header block; `size_bytes` of data follow it."""
@@ -170,7 +166,7 @@ class TarReader:
         """Return the next member, or None at the mark that ends the archive.
 
         Some archivers write no mark: the end of the file after a complete member counts as one, too
-        (`lacks_end_mark`). Raises TruncatedTarError if the file ends elsewhere, TarError for a bad header.
+        (`lacks_end_mark`). Raises TarError if the file ends elsewhere, and for a bad header.
         """
         self._skip(self._unread_bytes + self._padding)
         self._unread_bytes = self._padding = 0
@@ -184,7 +180,7 @@ class TarReader:
                 return None
             is_boundary = False
             if len(block) < BLOCK:
-                raise TruncatedTarError(f"truncated: it ends after {self._stream.position:,} bytes")
+                raise _truncated(self._stream.position)
             header = parse_header(bytes(block))
             if header is None:
                 return None
@@ -204,7 +200,7 @@ class TarReader:
             raise TarError(f"an extended header of {header.size_bytes:,} bytes")
         data = bytes(self._stream.read(header.size_bytes))
         if len(data) < header.size_bytes:
-            raise TruncatedTarError(f"truncated: it ends after {self._stream.position:,} bytes")
+            raise _truncated(self._stream.position)
         self._skip(_padded(len(data)) - len(data))
         return data
 
@@ -232,21 +228,22 @@ class TarReader:
         return Member(text, self._unread_bytes, offset, is_file, header.is_ustar, problem)
 
     def data(self) -> memoryview:
-        """Return the data of the member that `next` returned, writable. Raises TruncatedTarError."""
+        """Return the data of the member that `next` returned, writable. Raises TarError if it is truncated."""
         total = self._stream.size_bytes
         if total is None or self._stream.position + self._unread_bytes <= total:
             data = self._stream.read(self._unread_bytes)
             if len(data) == self._unread_bytes:
                 self._unread_bytes = 0
                 return data
-        raise TruncatedTarError(f"truncated: it ends after {total or self._stream.position:,} bytes")
+        raise _truncated(total or self._stream.position)
 
     def _skip(self, nbytes: int) -> None:
-        total = self._stream.size_bytes
-        if total is not None and self._stream.position + nbytes > total:
-            raise TruncatedTarError(f"truncated: it ends after {total:,} bytes")
         if nbytes and self._stream.skip(nbytes) < nbytes:
-            raise TruncatedTarError(f"truncated: it ends after {self._stream.position:,} bytes")
+            raise _truncated(self._stream.position)
+
+
+def _truncated(num_bytes: int) -> TarError:
+    return TarError(f"truncated: it ends after {num_bytes:,} bytes")
 
 
 # --- groups of members, each one sample --------------------------------------------------------

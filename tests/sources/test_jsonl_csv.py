@@ -58,6 +58,13 @@ def test_an_object_in_a_line_is_a_sample_as_a_row_of_parquet_is(tmp_path: Path) 
     assert other == {"json": 7}
 
 
+def test_an_object_is_chosen_with_all_its_members_as_a_struct_of_parquet_is(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"i": 1, "o": {"x": 1, "y": 2}, "other": 3, "p": {"z": 1, "q": 5}}]
+    )
+    assert samples_of(LinesSource(path, columns=["o", "p.q"])) == [{"o.x": 1, "o.y": 2, "p.q": 5}]
+
+
 @pytest.mark.parametrize("range_bytes", [1, 7, 50, 1000])
 @pytest.mark.parametrize("ending", ["\n", "", "\r\n"])
 def test_lines_come_once_however_a_file_is_cut_into_ranges(

@@ -324,12 +324,11 @@ def _row_array(
 def _tensors(flat: Values, shape: tuple[int, ...], order: Sequence[int] | None) -> Values:
     if isinstance(flat, np.ndarray) and order is None:
         return flat.reshape(len(flat), *shape)
-    return [one if isinstance(one, Unusable) else _tensor(one, shape, order) for one in flat]
-
-
-def _tensor(flat: Any, shape: tuple[int, ...], order: Sequence[int] | None) -> npt.NDArray[Any]:
-    tensor = np.asarray(flat).reshape(shape)
-    return tensor if order is None else tensor.transpose(tuple(order))
+    order = range(len(shape)) if order is None else order
+    return [
+        one if isinstance(one, Unusable) else np.asarray(one).reshape(shape).transpose(tuple(order))
+        for one in flat
+    ]
 
 
 def _null_positions(array: Any) -> npt.NDArray[np.int64]:

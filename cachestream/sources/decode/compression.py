@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import lzma
 import zlib
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.patterns import COMPRESSED_ENDINGS
@@ -25,17 +25,6 @@ _MAGICS: Final[dict[str, bytes]] = {
     "zstd": b"\x28\xb5\x2f\xfd",
 }
 _BLOCK_OR_END: Final = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # what follows "BZh9" in bzip2
-
-
-class _Decompressor(Protocol):
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    @property
-    def needs_input(self) -> bool: ...
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
 class _Gzip:
@@ -125,7 +114,8 @@ def decompressed(stream: Stream, *, required: bool = False) -> Stream:
     return stream
 
 
-def _make_decompressor(kind: str) -> _Decompressor:
+def _make_decompressor(kind: str) -> Any:
+    """Return a decompressor with the interface of those in bz2 and lzma."""
     if kind in ("gzip", "zlib"):
         return _Gzip(31 if kind == "gzip" else zlib.MAX_WBITS)
     if kind == "bzip2":

@@ -45,23 +45,11 @@ from cachestream.transport.stream import Stream
 MAX_COLUMNS: Final = 10_000
 _COMPRESSIONS: Final = ("zstd", "gz", "bz2")  # MDS also has br and snappy
 _DIGESTS: Final = hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}
-_SCALARS: Final = (
-    "uint8", "uint16", "uint32", "uint64", "int8", "int16",
-    "int32", "int64", "float16", "float32", "float64",
-)  # fmt: skip
 _VALUE_DTYPES: Final = {
-    8: "uint8",
-    9: "int8",
-    16: "uint16",
-    17: "int16",
-    18: "float16",
-    32: "uint32",
-    33: "int32",
-    34: "float32",
-    64: "uint64",
-    65: "int64",
-    66: "float64",
-}
+    8: "uint8", 16: "uint16", 32: "uint32", 64: "uint64",
+    9: "int8", 17: "int16", 33: "int32", 65: "int64",
+    18: "float16", 34: "float32", 66: "float64",
+}  # fmt: skip
 _SHAPE_DTYPES: Final = ("<u1", "<u2", "<u4", "<u8")
 _PIL_HEAD: Final = struct.Struct("<III")
 MAX_IMAGES: Final = 4096
@@ -247,7 +235,7 @@ def column_reader(images: ImageOptions, name: str, encoding: str) -> Reader:
         return _array_reader(name, encoding, details)
     if kind == "pkl":
         raise pickled_error("column", name)
-    if encoding in _SCALARS:
+    if encoding in _VALUE_DTYPES.values():
         return partial(_scalar, np.dtype(encoding).newbyteorder("<"))
     image = partial(decode_image, options=images)
     pil = partial(decode_pil, options=images)
