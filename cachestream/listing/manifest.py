@@ -24,7 +24,7 @@ from fsspec.utils import get_protocol
 from cachestream.config import require
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.names import Names
-from cachestream.listing.patterns import absolute, local_path, parent_of
+from cachestream.listing.patterns import absolute, extension_of, local_path, parent_of
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -114,7 +114,7 @@ class Manifest:
     url: the path or URL of the list. With one of the endings `.csv`, `.tsv` and `.parquet` it is a table,
         otherwise a text with a URL on every line that is not empty and does not begin with "#". Texts, CSV
         and TSV may be compressed (`.gz`).
-    column: the column of the URLs. Needed if there are several columns, and not exactly one of them is called
+    column: the column of the URLs, as the first row names it. Needed if there are several columns, and not exactly one is called
         "url", "path", "file", "filename", "file_name", "uri", "key" or "image".
     label: a column of labels, for `FileSource`: numbers, or names, which become their ranks among all sorted
         names (`source.label_names`).
@@ -186,6 +186,8 @@ class Manifest:
             try:
                 for name, label in self._entries(file):
                     yield joined(name), label
+            except ConfigError:  # a ValueError, too
+                raise
             except (csv.Error, zlib.error, EOFError, ValueError) as error:
                 raise SourceError(f"{self.shown}: the manifest cannot be read: {error}") from error
 
@@ -253,6 +255,11 @@ class Manifest:
         if column is None:
             usual = [name for name in names if name.lower() in _URL_COLUMNS and name != self.label]
             column = names[0] if len(names) == 1 else usual[0] if len(usual) == 1 else None
+            if len(names) == 1 and ("/" in names[0] or extension_of(names[0])):
+                raise ConfigError(
+                    f"{self.shown}: its first row names the column, and {redact(names[0])!r} looks like a file: "
+                    "write 'url' above it, end the list's name in .txt, or give column="
+                )
         wanted = {"column": column, "label": self.label}
         for option, name in wanted.items():
             if name not in names and (name is not None or option == "column"):
@@ -268,7 +275,7 @@ class Manifest:
 def _lines(text: io.TextIOWrapper) -> Iterator[str]:
     while line := text.readline(_LONGEST_LINE):
         if len(line) == _LONGEST_LINE:
-            raise SourceError(f"a line of {_LONGEST_LINE:,} characters and more: this is no manifest")
+            raise ValueError(f"a line has {_LONGEST_LINE:,} characters and more")
         yield line
 
 

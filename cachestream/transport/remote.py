@@ -70,7 +70,7 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
     return {
         "use_listings_cache": False,
         **options,
-        "config_kwargs": {**config, **options.get("config_kwargs", {})},
+        "config_kwargs": {**config, **(options.get("config_kwargs") or {})},
     }
 
 

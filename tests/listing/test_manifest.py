@@ -195,32 +195,34 @@ def test_a_manifest_beside_its_data_on_s3(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "options", "message"),
+    ("name", "content", "options", "message", "kind"),
     [
-        ("x.csv", "a,b\n1,2\n", {}, "give column= one of its columns: a, b"),
-        ("x.csv", "a,b\n1,2\n", {"column": "c"}, r"columns: a, b \(not 'c'\)"),
-        ("x.csv", "url,b\n1,2\n", {"label": "c"}, r"give label= .*\(not 'c'\)"),
-        ("x.csv", "url,path\n1,2\n", {}, "give column="),
-        ("x.csv", "a,url\n1\n", {}, "a row of 1 columns"),
-        ("x.csv", "", {}, "is empty"),
-        ("x.csv", 'url\n"' + "x" * 200_000, {}, "cannot be read: field larger"),
-        ("x.csv.gz", "no gzip", {}, "gzip|Not a gzipped"),
-        ("x.txt", "x" * 1_100_000 + "\n", {}, "a line of 1,048,576 characters and more"),
-        ("x.parquet", "no parquet", {}, "cannot be read|Parquet"),
-        ("x.txt", "# nothing\n", {}, "names no files"),
-        ("x.txt", "a.bin\n", {"column": "url"}, "a text has no columns"),
-        ("x.txt", "/a.bin\ns3://b/c.bin\n", {}, "same scheme"),
-        ("x.jsonl", '{"file_name": "a.bin"}\n', {}, r"\.parquet table, and not JSON"),
-        ("x.JSON.gz", '["a.bin"]', {}, r"\.parquet table, and not JSON"),
+        ("x.csv", "a,b\n1,2\n", {}, r"x\.csv: give column= one of its columns: a, b", ConfigError),
+        ("x.csv", "a.bin\nb.bin\n", {}, "'a.bin' looks like a file: write 'url' above it", ConfigError),
+        ("x.csv", "a,b\n1,2\n", {"column": "c"}, r"columns: a, b \(not 'c'\)", ConfigError),
+        ("x.csv", "url,b\n1,2\n", {"label": "c"}, r"give label= .*\(not 'c'\)", ConfigError),
+        ("x.csv", "url,path\n1,2\n", {}, "give column=", ConfigError),
+        ("x.csv", "a,url\n1\n", {}, "a row of 1 columns", SourceError),
+        ("x.csv", "", {}, "is empty", SourceError),
+        ("x.csv", 'url\n"' + "x" * 200_000, {}, "cannot be read: field larger", SourceError),
+        ("x.csv.gz", "no gzip", {}, "gzip|Not a gzipped", SourceError),
+        ("x.txt", "x" * 1_100_000 + "\n", {}, r"/x\.txt: .* a line has 1,048,576 characters", SourceError),
+        ("x.parquet", "no parquet", {}, "cannot be read|Parquet", SourceError),
+        ("x.txt", "# nothing\n", {}, "names no files", SourceError),
+        ("x.txt", "a.bin\n", {"column": "url"}, "a text has no columns", ConfigError),
+        ("x.txt", "/a.bin\ns3://b/c.bin\n", {}, "same scheme", ConfigError),
+        ("x.jsonl", '{"file_name": "a.bin"}\n', {}, r"\.parquet table, and not JSON", ConfigError),
+        ("x.JSON.gz", '["a.bin"]', {}, r"\.parquet table, and not JSON", ConfigError),
     ],
 )
 def test_what_is_no_manifest_is_refused(
-    name: str, content: str, options: dict[str, Any], message: str, tmp_path: Path
+    name: str, content: str, options: dict[str, Any], message: str, kind: type[Exception], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises((ConfigError, SourceError), match=message) as caught:
+    with pytest.raises(kind, match=message) as caught:
         cs.open_source(Manifest(tmp_path / name, **options))
     assert len(str(caught.value)) < 700
+    assert str(caught.value).count(f"{name}:") <= 1
 
 
 @pytest.mark.parametrize("bad", [1, "yes", ["label"]])
