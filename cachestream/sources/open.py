@@ -130,12 +130,7 @@ def open_source(what: Any, **options: Any) -> Source:
     if isinstance(what, Unopened):
         return open_source(what.what, **what.options)
     if is_source(what):
-        if options:
-            raise ConfigError(
-                f"open_source() takes no options beside a Source: {', '.join(options)}; "
-                f"give them where {what!r} is made"
-            )
-        return what  # type: ignore[no-any-return]
+        return _without_options(what, options)
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
@@ -197,6 +192,15 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
         check_mapping("storage_options", options.get("storage_options"), "{'anon': True}")
         options["storage_options"] = {**(options.get("storage_options") or {}), "max_object_size": most}
     return options
+
+
+def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
+    if options:
+        raise ConfigError(
+            f"open_source() takes no options beside a Source: {', '.join(options)}; "
+            f"give them where {source!r} is made"
+        )
+    return source
 
 
 def _open_urls(what: Any, options: dict[str, Any]) -> Source:
