@@ -96,15 +96,22 @@ class Cache:
             "eviction": None if eviction is None or callable(eviction) else check_policy(eviction),
         }
         self.directory: Directory = open_directory(path)
-        self.catalogue = open_catalogue(self.directory, given)
+        self.catalogue = open_catalogue(self.directory)
         self.reservations = Reservations(self.directory, self.catalogue, self._policy)
         self.filling = Filling(self.directory, self.catalogue)
-        self.cache_id = str(self._setting("cache_id"))
+        with self.catalogue.reading() as tables:
+            stored = tables.all_meta()
+        self.cache_id = str(stored["cache_id"])
+        changed = {key: value for key, value in given.items() if value not in (None, stored.get(key))}
+        if changed:
+            change_settings(self.directory, self.catalogue, changed)
         with suppress(CacheError):  # not writable, or locked
             if (problem := self.check_sizes()) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
-        if size_limit is not None:
+        if "size_limit" in changed:
             self._shrink()
+        elif size_limit is not None:
+            self.enforce_limit()
 
     def _setting(self, key: str) -> Any:
         with self.catalogue.reading() as tables:

@@ -7,7 +7,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -30,13 +30,7 @@ from cachestream.storage.layout import (
 )
 from cachestream.storage.locks import file_identity
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.settings import (
-    change_settings,
-    compare_copy,
-    initial_settings,
-    opening_lock,
-    save_copy,
-)
+from cachestream.storage.settings import compare_copy, initial_settings, opening_lock, save_copy
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import forget_dead_loaders
 
@@ -51,8 +45,8 @@ _TEMPORARY_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(TEMPORARY_SUFF
 _IDS_SKIPPED: Final = 1000
 
 
-def open_catalogue(directory: Directory, given: Mapping[str, Any]) -> Catalogue:
-    """Return the catalogue of `directory`, created or rebuilt if need be, with the settings `given` stored.
+def open_catalogue(directory: Directory) -> Catalogue:
+    """Return the catalogue of `directory`, created or rebuilt if need be.
 
     A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
     """
@@ -61,11 +55,6 @@ def open_catalogue(directory: Directory, given: Mapping[str, Any]) -> Catalogue:
         rebuild_catalogue(directory, catalogue)
     with suppress(CacheError):  # where nothing can be written, or not now
         compare_copy(directory, catalogue)
-    with catalogue.reading() as tables:
-        stored = tables.all_meta()
-    changed = {key: value for key, value in given.items() if value is not None and stored.get(key) != value}
-    if changed:
-        change_settings(directory, catalogue, changed)
     return catalogue
 
 

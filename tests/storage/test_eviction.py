@@ -303,6 +303,7 @@ def test_a_limit_is_not_enforced_for_the_blocks_of_a_lease(make_cache: Callable[
     leases = [cache.reservations.hold(np.array([[1, 1]])) for _ in range(8)]
     assert cache.reservations.room().free_bytes < 0
     assert cache.enforce_limit() == 0
+    Cache(cache.path, "1MB").close()
     assert shard_ids(cache) == ids
     for lease in leases:
         lease.release()
