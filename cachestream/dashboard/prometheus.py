@@ -7,6 +7,7 @@ and `_total` at the end of what only grows.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
@@ -65,7 +66,7 @@ _STAGES: Final = {
     "publish_s": "publish",
     "space_wait_s": "wait_for_space",
 }
-# With the labels `rank` and `pid`.
+# With the labels `rank`, `pid` and `loader`.
 _OF_LOADER: Final[_Table[LoaderReport]] = (
     ("loader_epoch", "The running epoch, from 0.", lambda one: one.epoch),
     ("loader_epoch_samples", "Samples that the epoch is drawn from.", lambda one: one.epoch_samples),
@@ -115,10 +116,15 @@ def _add_status(families: _Families, cache: str, status: CacheStatus) -> None:
         families.add("worker_stage_seconds_total", text, labels | {"stage": stage}, spent_s)
 
 
-def _add_loader(families: _Families, cache: str, loader: LoaderReport) -> None:
-    labels = {"cache": cache, "rank": str(loader.rank), "pid": str(loader.pid)}
-    for name, text, value in _OF_LOADER:
-        families.add(name, text, labels, value(loader))
+def _add_loaders(families: _Families, cache: str, loaders: Iterable[LoaderReport]) -> None:
+    numbers = Counter[tuple[int, int]]()  # of loaders so far, by process
+    for loader in loaders:
+        process = loader.rank, loader.pid
+        labels = {"cache": cache, "rank": str(loader.rank), "pid": str(loader.pid)}
+        labels["loader"] = str(numbers[process])
+        numbers[process] += 1
+        for name, text, value in _OF_LOADER:
+            families.add(name, text, labels, value(loader))
 
 
 def metrics_text(readings: Iterable[Reading]) -> bytes:
@@ -131,7 +137,6 @@ def metrics_text(readings: Iterable[Reading]) -> bytes:
         families.add("cache_up", text, {"cache": cache}, int(reading.status is not None))
         if reading.status is not None:
             _add_status(families, cache, reading.status)
-            for loader in reading.status.loaders:
-                _add_loader(families, cache, loader)
+            _add_loaders(families, cache, reading.status.loaders)
     text_of_all: bytes = generate_latest(families)
     return text_of_all

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -74,14 +74,22 @@ def rates_between(before: Reading, now: Reading) -> Activity | None:
     if then.worker is not None and status.worker is not None and then.worker.pid == status.worker.pid:
         cached = status.worker.totals.samples - then.worker.totals.samples
         fetched = status.worker.totals.fetched_bytes - then.worker.totals.fetched_bytes
-    known = {(loader.pid, loader.rank): loader.samples for loader in then.loaders}
+    known = _trained(then)
     trained = sum(
-        max(0, loader.samples - known[loader.pid, loader.rank])
-        for loader in status.loaders
-        if (loader.pid, loader.rank) in known
+        max(0, sum(samples) - sum(known[process]))
+        for process, samples in _trained(status).items()
+        if len(known[process]) == len(samples)
     )
     evicted = max(0, status.evicted_samples - then.evicted_samples)
     return Activity(*(max(0, number) / passed_s for number in (cached, trained, evicted, fetched)))
+
+
+def _trained(status: CacheStatus) -> defaultdict[tuple[int, int], list[int]]:
+    """Samples delivered by each loader, by process and rank. One process may have a loader for each split."""
+    found = defaultdict[tuple[int, int], list[int]](list)
+    for loader in status.loaders:
+        found[loader.pid, loader.rank].append(loader.samples)
+    return found
 
 
 def verdict(reading: Reading) -> str:

@@ -8,6 +8,7 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 from bokeh.application import Application
 from bokeh.application.handlers.function import FunctionHandler
@@ -55,7 +56,8 @@ class Dashboard:
             raise _unusable(error, host, port) from error
         self.port = self._server.port
         shown = f"[{host}]" if ":" in host else host  # an address of IPv6
-        self.url = f"http://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+        query = f"?token={quote(self.token, safe='')}" if self.token else ""
+        self.url = f"http://{shown}:{self.port}/{query}"
 
     def _build(self, document: Document) -> None:
         build_page(document, self._watches)

@@ -18,6 +18,7 @@ from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import shard_path
+from cachestream.tools.diagnose.stages import Throughput
 from cachestream.training.batches.transfer import accelerator
 from cachestream.training.loader import EpochLoader
 
@@ -31,34 +32,8 @@ _NO_DISK: Final = "not read: this filesystem cannot pass its cache by"
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """Delivery of the loader: `num_bytes` of tensors in `seconds`, after one epoch to warm up."""
-
-    num_samples: int
-    num_batches: int
-    num_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.num_bytes / self.seconds
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.num_samples / self.seconds
-
-    def to_dict(self) -> dict[str, float]:
-        return {
-            "samples_per_s": self.samples_per_s,
-            "bytes_per_s": self.bytes_per_s,
-            "num_batches": self.num_batches,
-            "seconds": self.seconds,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class BenchReport:
-    """Rates of one cache.
+    """The speed of one cache, in batches of `batch_size`.
 
     `alone`: batches as gathered. `transformed`: with a `batch_transform`, None without one. `moved`: onto the
     accelerator, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes`
@@ -66,22 +41,31 @@ class BenchReport:
     """
 
     place: str
-    alone: Rate
-    transformed: Rate | None
-    moved: Rate | None
+    batch_size: int
+    alone: Throughput
+    transformed: Throughput | None
+    moved: Throughput | None
     memcpy_bytes_per_s: float
     disk_bytes_per_s: float | None
     block_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; what was not measured is None."""
-        return self.alone.to_dict() | {
+        return self._plain(self.alone) | {
             "memcpy_bytes_per_s": self.memcpy_bytes_per_s,
             "share_of_memcpy": self.alone.bytes_per_s / self.memcpy_bytes_per_s,
-            "batch_transform": None if self.transformed is None else self.transformed.to_dict(),
-            "device": None if self.moved is None else self.moved.to_dict(),
+            "batch_transform": None if self.transformed is None else self._plain(self.transformed),
+            "device": None if self.moved is None else self._plain(self.moved),
             "disk_bytes_per_s": self.disk_bytes_per_s,
             "disk_block_bytes": self.block_bytes,
+        }
+
+    def _plain(self, done: Throughput) -> dict[str, float]:
+        return {
+            "samples_per_s": done.samples_per_s,
+            "bytes_per_s": done.bytes_per_s,
+            "num_batches": done.num_samples // self.batch_size,
+            "seconds": done.seconds,
         }
 
     def __str__(self) -> str:
@@ -96,14 +80,13 @@ class BenchReport:
             share = bytes_per_s / self.memcpy_bytes_per_s
             return f"{name:28}{samples:>12}{format_size(bytes_per_s) + '/s':>14}{share:>12.0%}"
 
-        def loader(name: str, rate: Rate | None, instead: str = "") -> str:
+        def loader(name: str, rate: Throughput | None, instead: str = "") -> str:
             if rate is None:
                 return line(name, None, instead=instead)
             return line(name, bytes_each * rate.samples_per_s, f"{rate.samples_per_s:,.0f}")
 
-        size, batch = format_size(alone.num_bytes / alone.num_batches), alone.num_samples // alone.num_batches
         lines = [
-            f"{self.place}: batches of {batch}, {size}",
+            f"{self.place}: batches of {self.batch_size}, {format_size(self.batch_size * bytes_each)}",
             "",
             f"{'':28}{'samples/s':>12}{'bytes/s':>14}{'of memcpy':>12}",
             line("memcpy, one thread", self.memcpy_bytes_per_s),
@@ -145,6 +128,7 @@ def bench(
     block = min(max(block, _DISK_BLOCKS[0]), _DISK_BLOCKS[1])
     return BenchReport(
         cache.path,
+        batch_size,
         alone,
         transformed,
         moved,
@@ -154,13 +138,14 @@ def bench(
     )
 
 
-def measure_loader(cache: Cache, batch_size: int, seconds: float, **options: Any) -> Rate:
+def measure_loader(cache: Cache, batch_size: int, seconds: float, **options: Any) -> Throughput:
+    """Iterate epochs of a loader with `options` for about `seconds`, at least one, after one to warm up."""
     with EpochLoader(cache, batch_size, **options) as loader:
         for _ in loader:
             pass
         begun_s = time.perf_counter()
         sizes = [_nbytes(batch) for batch in _batches(loader, begun_s + seconds)]
-        return Rate(len(sizes) * batch_size, len(sizes), sum(sizes), time.perf_counter() - begun_s)
+        return Throughput(len(sizes) * batch_size, sum(sizes), time.perf_counter() - begun_s)
 
 
 def _batches(loader: EpochLoader, until_s: float) -> Iterator[Any]:

@@ -108,7 +108,7 @@ def refetch(
     """
     wanted = manifest if isinstance(manifest, list) else wanted_shards(manifest)
     report = RefetchReport(wanted=len(wanted))
-    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
+    lock = lock_file(cache.directory.supervisor_lock, timeout_s=_LOCK_TIMEOUT_S)
     if lock is None:
         raise CacheError(f"a worker is filling {cache.path}; stop it first ('cachestream stop {cache.path}')")
     with contextlib.ExitStack() as stack:

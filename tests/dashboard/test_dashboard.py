@@ -182,14 +182,14 @@ def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(t
 
 def test_nobody_reads_without_the_token(tmp_path: Path) -> None:
     fill(tmp_path / "cache", 1, 8).close()
-    with serving(tmp_path / "cache", "--token", "secret") as url:
+    with serving(tmp_path / "cache", "--token", "a secret+&") as url:
         base = url.partition("?")[0]
         for address in (base, f"{base}?token=wrong", f"{base}metrics", f"{base}metrics?token=wrong"):
             status, text = get(address)
             assert (status, "needs its token" in text) == (403, True), address
         assert get(url)[0] == 200
-        assert get(f"{base}metrics", Authorization="Bearer secret")[0] == 200
-        asked = [sys.executable, "-c", CLIENT, base, "wrong", "secret"]
+        assert get(f"{base}metrics", Authorization="Bearer a secret+&")[0] == 200
+        asked = [sys.executable, "-c", CLIENT, base, "wrong", "a secret+&"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "refused\nserved\n", done.stderr
     with serving(tmp_path / "cache", "--token", "") as url:

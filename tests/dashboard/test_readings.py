@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
+from cachestream.dashboard.prometheus import metrics_text
 from cachestream.dashboard.readings import (
     Activity,
     Freshness,
@@ -73,8 +74,23 @@ def test_rates_are_of_what_lived_through_both_looks(status: CacheStatus) -> None
     assert rates_between(reading(status), now) == Activity(6.0, 40.0, 2.0, 2_000.0)
     other = reading(status, 10.0, worker=replace(later, pid=8), loaders=more[1:], evicted_samples=0)
     assert rates_between(reading(status), other) == Activity(0.0, 0.0, 0.0, 0.0)
+    splits = [
+        reading(status, at_s, loaders=(replace(LOADER, samples=many), replace(LOADER, samples=few)))
+        for at_s, many, few in ((0.0, 500, 30), (10.0, 900, 40))
+    ]
+    assert rates_between(*splits) == Activity(0.0, 41.0, 0.0, 0.0), "two loaders of one process"
+    assert rates_between(splits[0], reading(status, 10.0)) == Activity(0.0, 0.0, 0.0, 0.0), "one has gone"
     assert rates_between(Reading("gone", 0.0, None, "gone"), now) is None
     assert rates_between(now, now) is None
+
+
+def test_every_loader_of_a_process_has_metrics_of_its_own(status: CacheStatus) -> None:
+    loaders = LOADER, replace(LOADER, samples=7), replace(LOADER, rank=1)
+    lines = metrics_text([reading(status, loaders=loaders)]).decode().splitlines()
+    names = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(names) == len(set(names))
+    samples = [line for line in lines if line.startswith("cachestream_loader_samples_total")]
+    assert [float(line.rpartition(" ")[2]) for line in samples] == [500, 7, 500]
 
 
 def test_what_the_page_says_is_escaped(status: CacheStatus) -> None:

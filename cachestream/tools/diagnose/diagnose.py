@@ -171,5 +171,4 @@ def _publish(publisher: Publisher, cache: Cache, packer: Packer) -> float:
 def _deliver(cache: Cache, device: str) -> Throughput:
     sample_bytes = max(1, cache.size_bytes // cache.num_samples)
     batch_size = min(cache.num_samples, _BATCHES[1], max(_BATCHES[0], _BATCH_BYTES // sample_bytes))
-    rate = measure_loader(cache, batch_size, _TRANSFER_S, device=device)
-    return Throughput(rate.num_samples, rate.num_bytes, rate.seconds)
+    return measure_loader(cache, batch_size, _TRANSFER_S, device=device)

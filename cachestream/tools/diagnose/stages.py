@@ -53,6 +53,14 @@ class Throughput:
     num_bytes: int
     seconds: float
 
+    @property
+    def samples_per_s(self) -> float:
+        return _rate(self.num_samples, self.seconds)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return _rate(self.num_bytes, self.seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Stages:
@@ -115,7 +123,7 @@ class Stages:
         one_each = self.workers * _rate(alone.num_samples, alone.wall_s["transform"])
         rates["transform"] = min(rates["transform"], one_each)
         for stage, done in (("write", self.written), ("transfer", self.delivered)):
-            rates[stage] = math.inf if done is None else _rate(done.num_samples, done.seconds)
+            rates[stage] = math.inf if done is None else done.samples_per_s
         return rates
 
     @property
@@ -280,7 +288,7 @@ class Findings:
             ("transfer", stages.delivered, onto),
         ):
             if done is not None:
-                speed = format_size(done.num_bytes / max(done.seconds, _LEAST_S))
+                speed = format_size(done.bytes_per_s)
                 yield name, done.seconds / done.num_samples, rates[name], f"{speed}/s, {note}"
 
     def _reading(self) -> str:
