@@ -105,12 +105,13 @@ class LocalFile:
     ) -> Sequence[memoryview]:
         """Return the bytes of each span, as `RemoteObject.read_spans` does; `check` takes their version."""
         fd, status = _open(self._path, self._shown)
-        nbytes = sum(stop - start for start, stop in spans)
         unreported = 0
         try:
             now = check(_version_of_status(status))
-            metering.asking(nbytes)
-            if outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans):
+            announced = outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans)
+            if announced:
+                nbytes = sum(stop - start for start, stop in spans)
+                metering.asking(nbytes)
                 found = self._mapped_spans(fd, now, spans)
                 if found is not None:
                     metering.fetched(nbytes)
@@ -118,6 +119,8 @@ class LocalFile:
             if outs is None:
                 outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
             for (start, _), out in zip(spans, outs, strict=True):
+                if not announced:
+                    metering.asking(len(out))
                 unreported = _fill(fd, start, out, self._shown, unreported)
         finally:
             os.close(fd)

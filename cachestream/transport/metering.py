@@ -105,11 +105,6 @@ def _boot_id() -> bytes:
         return b""
 
 
-def next_paid_s(paid_s: float, now_s: float, cost_s: float) -> float:
-    """Return when all is paid for after `cost_s` more are spent at `now_s`: the arrival rule of GCRA."""
-    return max(paid_s, now_s) + cost_s
-
-
 class Throttle:
     """A limit of `bytes_per_s` for all Throttles on one file together.
 
@@ -162,7 +157,7 @@ class Throttle:
         with self._locked():
             now_s = time.monotonic()
             (paid_s,) = _PAID.unpack(os.pread(self._fd, _PAID.size, 0))
-            paid_s = next_paid_s(paid_s, now_s, nbytes / self._bytes_per_s)
+            paid_s = max(paid_s, now_s) + nbytes / self._bytes_per_s  # the arrival rule of GCRA
             os.pwrite(self._fd, _PAID.pack(paid_s), 0)
         return max(0.0, paid_s - now_s - BURST_S)
 
