@@ -140,7 +140,7 @@ class DecompressedStream(Stream):
     @property
     def is_whole(self) -> bool:
         """True if the compressed data are complete: their own end was read, not only the file's."""
-        return self._decompressor.eof
+        return bool(self._decompressor.eof)
 
     def _next_piece(self) -> memoryview:
         """Return about PIECE_BYTES at most, however well they are packed; empty at the end."""
