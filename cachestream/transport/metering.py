@@ -156,7 +156,7 @@ class Throttle:
         """Spend `nbytes` now; return the seconds to wait before the next request."""
         with self._locked():
             now_s = time.monotonic()
-            (paid_s,) = _PAID.unpack(os.pread(self._fd, _PAID.size, 0))
+            paid_s: float = _PAID.unpack(os.pread(self._fd, _PAID.size, 0))[0]
             paid_s = max(paid_s, now_s) + nbytes / self._bytes_per_s  # the arrival rule of GCRA
             os.pwrite(self._fd, _PAID.pack(paid_s), 0)
         return max(0.0, paid_s - now_s - BURST_S)
