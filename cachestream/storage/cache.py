@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -214,10 +215,9 @@ class Cache:
         deadline, or at once when the filling has ended with fewer samples, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
-        if timeout_s is None:
-            return wait_for_samples(self, count)
-        check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self, count, timeout_s)
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
+        return wait_for_samples(self, count, math.inf if timeout_s is None else timeout_s)
 
     # --- epochs
 

@@ -134,9 +134,9 @@ def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_b
 def add_what_was_left(share_bytes: int, left_bytes: int, replaced_bytes: int) -> int:
     """The bytes to leave out if the filling has waited for an epoch: the share, and what the last one left out.
 
-    The filling will soon replace the `left_bytes` that the previous epoch left out, which are left out again,
-    but for the `replaced_bytes` that it holds already. At most one share is added: short epochs would leave
-    out shards faster than the filling replaces them.
+    The shards that the previous epoch left out, `left_bytes`, come first in the order of eviction, and the
+    filling will soon replace them. It has reserved `replaced_bytes` for that already. At most one share is
+    added: short epochs would leave out shards faster than the filling replaces them.
     """
     return share_bytes + max(0, min(left_bytes, share_bytes - replaced_bytes))
 

@@ -425,8 +425,9 @@ def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | No
 def is_open(
     tables: Tables, pass_id: int, spans: Sequence[Span], current: PassRow, positions: IntArray
 ) -> bool:
-    """True if no shard of the pass `pass_id` holds samples of `spans`, and no process of this cache makes
-    those at `positions` of the pass `current`. If that is another pass, none of its shards holds these either.
+    """True if this cache neither holds nor makes the samples of `spans` of the pass `pass_id`.
+
+    In the pass `current`, which may be another one, they are at `positions`.
     """
     if len(overlapping(tables.spans_of(pass_id), spans)):
         return False

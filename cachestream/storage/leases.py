@@ -45,7 +45,7 @@ class Lease:
         return self._file.is_held_by(id(self))
 
     def again(self) -> Lease | None:
-        """Another hold on the same shards by this process; None if no one in it holds them any more."""
+        """Another hold on the same shards; None if this process holds them no longer."""
         lease = Lease(self._file)
         return lease if lease.held and self._file.is_ours else None
 

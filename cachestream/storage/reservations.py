@@ -62,8 +62,8 @@ def effective_limit(limit_bytes: int, used_bytes: int, free_disk_bytes: int, min
 class DiskUsage:
     """The directory and its disk at one moment.
 
-    `overhead_bytes` are those of everything but shards, `headroom_bytes` those that count as used because
-    they may be before the next reservation. `free_bytes` of the disk are neither used nor promised.
+    `overhead_bytes`: everything but shards. `headroom_bytes`: what may be written without a reservation
+    before the next one, and counts as used. `free_bytes`: those of the disk that are not promised either.
     """
 
     overhead_bytes: int

@@ -67,8 +67,9 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
-    """The cached shards, int64 arrays `[num_shards]` by ascending id; `counts` are samples of the `split`
-    that the `view` selects.
+    """The cached shards, int64 arrays `[num_shards]` by ascending id.
+
+    `sizes` are all their samples, and `counts` those of the `split` that the `view` selects.
     """
 
     ids: IntArray
@@ -92,8 +93,9 @@ class _CachedShards:
         return cls(ids, counts, sizes, schema_ids, uses, split, view)
 
     def with_those_passed_over(self, chosen: IntArray) -> IntArray:
-        """The indices `chosen`, and those of shards in which the condition selects nothing: an epoch has no
-        use for them, and only shards that were used are evicted.
+        """The indices `chosen`, and those of shards in which the condition selects nothing.
+
+        These count as used, too: an unused shard would not be evicted, and no epoch will use them.
         """
         if not self.view.selects:
             return chosen
@@ -141,8 +143,8 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
                 )
             if split is not None and not len(chosen):
                 raise NotEnoughSamplesError(
-                    f"of the {int(cached.sizes.sum())} samples that the cache at {cache.path} holds none is of the "
-                    f"split '{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
+                    f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the split "
+                    f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
                 )
             schema = _mark_used(tables, cached, chosen)
         return _leased(cache, cached, chosen, schema)
@@ -327,7 +329,7 @@ def sample_counts(catalogue: Catalogue) -> dict[int, int]:
 
 
 def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
-    """The ids of the cached shards, their samples, and how many epochs used them, int64 `[n]` each."""
+    """The ids of the cached shards, their samples, and the number of epochs that used them, int64 `[n]` each."""
     with catalogue.reading() as tables:
         ids, counts, uses = tables.shard_columns("id", "num_samples", "uses")
     return ids, counts, uses
@@ -337,8 +339,8 @@ def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
 class _LastSnapshot:
     """The last snapshot, with a lease of its own.
 
-    `revision` is that of the catalogue, if the snapshot holds all shards; it is reused until `until_s` then.
-    `uncounted` is the number of times that it was, since its uses were counted.
+    `revision`: the state of the catalogue in which the snapshot may be reused until `until_s`; None if it
+    does not hold all shards. `uncounted`: the reuses that the catalogue does not know of yet.
     """
 
     snapshot: Snapshot

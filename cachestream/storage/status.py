@@ -364,6 +364,7 @@ def read_status(cache: Cache) -> CacheStatus:
     state, schema = phase_now(fill, has_worker(directory)), fill.schema
     current = fill.last_pass
     is_listing = bool(meta.get("listing", 0)) and state != "none"
+    length = None if is_listing or current is None else current.length
     return CacheStatus(
         path=directory.root,
         cache_id=meta["cache_id"],
@@ -390,7 +391,7 @@ def read_status(cache: Cache) -> CacheStatus:
         or all_dropped(directory, fill),
         # Ids of deleted passes are not used again; those of refetched shards are below 0.
         pass_number=0 if current is None else max(1, current.id),
-        pass_done=None if is_listing or current is None else _share_done(fill.positions_done, current.length),
+        pass_done=None if length is None else fill.positions_done / length if length else 1.0,
         is_listing=is_listing,
         skipped=sum(failure.count for failure in fill.failures),
         failures=fill.failures,
@@ -402,13 +403,6 @@ def read_status(cache: Cache) -> CacheStatus:
         held_out_samples=held_out_samples,
         loaders=tuple(read_loaders(directory)),
     )
-
-
-def _share_done(positions_done: int, length: int | None) -> float | None:
-    """The share of a pass of `length` positions that is done; None for an endless one."""
-    if length is None:
-        return None
-    return positions_done / length if length else 1.0
 
 
 def _board(directory: Directory) -> Board | None:

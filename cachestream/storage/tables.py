@@ -311,8 +311,8 @@ class Tables(ProgressTables, SplitTables):
     def admit_schema(self, schema: Schema) -> int:
         """Widen the cache's schema by that of a shard, and return the id of the latter.
 
-        The first shard may hold integers alone where some of the first samples have floats: the votes count.
-        Raises SchemaMismatchError for other fields.
+        The first shard may hold integers alone where the first samples of other processes have floats: their
+        votes widen the cache's schema, too. Raises SchemaMismatchError for other fields.
         """
         known = self.schema
         merged = schema if known is None else known.merge(schema)

@@ -94,7 +94,7 @@ class View:
     def _remember(
         self, root: str, shard_ids: IntArray, split: Split | None
     ) -> list[tuple[int, CorruptShardError]]:
-        """Know the rows of these shards and of no others; return those that are damaged."""
+        """Keep the rows of these shards only, and evaluate those that are new; return the damaged ones."""
         if not self.selects:
             return []
         known, damaged = self._rows, []
