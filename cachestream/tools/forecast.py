@@ -277,7 +277,8 @@ class _Publication(NamedTuple):
 def simulate(setup: Setup) -> Forecast:
     """Simulate the run. Raises ConfigError for one that cannot be.
 
-    Once all of the remote has been seen the course repeats: after some more epochs the rest is extrapolated.
+    The course repeats: the rest is extrapolated from the last 20 epochs after 20,000 epochs, or once all of
+    the remote has been seen for 20.
     """
     setup.check()
     cache, epochs, fetched = _Simulation(setup), list[PlannedEpoch](), list[int]()
@@ -305,19 +306,25 @@ def simulate(setup: Setup) -> Forecast:
             seen_s = now_s
         later += seen_s is not None
     cache.fill(min(now_s, setup.duration_s))
-    rest_s, total = max(0.0, setup.duration_s - now_s), float(cache.fetched)
+    rest_s, total, seen = max(0.0, setup.duration_s - now_s), float(cache.fetched), float(cache.seen)
     if rest_s and epochs:
-        since = epochs[-max(1, later)].at_s
-        total += rest_s * (cache.fetched - fetched[-max(1, later)]) / max(now_s - since, setup.step_s)
+        first = epochs[-_LATER_EPOCHS:][0]
+        total += (
+            rest_s * (cache.fetched - fetched[-_LATER_EPOCHS:][0]) / max(now_s - first.at_s, setup.step_s)
+        )
         trained += rest_s / setup.step_s * setup.batch_size
+        seen += rest_s * (seen - first.seen) / max(epochs[-1].at_s - first.at_s, setup.step_s)
+        if seen_s is None and seen >= setup.num_samples:
+            seen_s = now_s + rest_s * (setup.num_samples - cache.seen) / (seen - cache.seen)
+        seen = min(seen, setup.num_samples)
     return Forecast(
         setup,
         tuple(epochs),
         first_batch_s=epochs[0].at_s if epochs else None,
         full_s=cache.full_s,
         seen_s=seen_s,
-        seen_share=cache.seen / setup.num_samples,
-        uses=trained / cache.seen if cache.seen else 0.0,
+        seen_share=seen / setup.num_samples,
+        uses=trained / seen if seen else 0.0,
         waited_s=waited_s,
         fetched_bytes=total * setup.fetched_bytes,
     )

@@ -95,6 +95,21 @@ def test_a_year_takes_no_longer_than_a_day() -> None:
     assert year.fetched_bytes == pytest.approx(365 * day.fetched_bytes, rel=0.01)
 
 
+def test_a_run_of_more_epochs_than_are_simulated_has_the_same_forecast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setups = [replace(SETUP, num_samples=40_000, duration_s=duration_s) for duration_s in (100.0, 600.0)]
+    whole = [simulate(setup) for setup in setups]
+    monkeypatch.setattr("cachestream.tools.forecast._MOST_EPOCHS", 100)
+    assert [one.seen_s is None for one in whole] == [True, False]
+    for setup, expected in zip(setups, whole, strict=True):
+        found = simulate(setup)
+        assert len(found.epochs) == 100
+        for name in ("seen_s", "seen_share", "uses", "fetched_bytes"):
+            value = getattr(expected, name)
+            assert getattr(found, name) == (value and pytest.approx(value, rel=0.1)), name
+
+
 def test_advice_and_price_come_with_the_forecast() -> None:
     planned = Plan.of(SETUP, price_per_gb=0.1)
     assert "size_limit=" in planned.advice[0]
