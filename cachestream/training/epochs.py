@@ -358,7 +358,7 @@ class EpochSequence:
         return last.request if last.failed_early else replace(self._planned, first_step=last.end_step)
 
     def _prepared_epoch(self) -> int:
-        """The running epoch, otherwise the next one, which is prepared, also again after a failure."""
+        """The running epoch; otherwise the next one, and have that prepared, after a failure once more."""
         self._join_job()
         if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch

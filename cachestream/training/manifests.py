@@ -97,7 +97,9 @@ class EpochManifest:
     segments: tuple[RecordedSegment, ...]
 
     def continued(self, segment: RecordedSegment, contents: Iterable[Content]) -> EpochManifest:
-        """The epoch, continued with `segment` from its beginning; its shards have the ids in `contents`."""
+        """The epoch with `segment` in place of all from its first batch on. `contents` are the shards of
+        `segment`, with the ids that it uses.
+        """
         numbers = {(shard.shard_id, shard.hash): number for number, shard in enumerate(self.shards)}
         shards = list(self.shards)
         names: dict[int, int] = {}

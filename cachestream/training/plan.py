@@ -74,7 +74,8 @@ class LocalOrder:
     def needs(self, position: int) -> tuple[int, int]:
         """The range [first, end) in the order of runs that must be read when `position` is reached.
 
-        It is the window of `position`, and as much of the next as has passed of it, for steady disk load.
+        It is the window of `position`, and of the next window as large a part as has passed of this one, so
+        that the load on the disk is steady.
         """
         window = position - position % self.window
         end = min(-(-self.size // self.window) * self.window, self.num_samples)
@@ -239,7 +240,7 @@ class OrderCut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrderRecord:
-    """A segment of an epoch: `drawn` samples of the shards, in a recorded order, less the cuts.
+    """The order of a segment as plain values: `drawn` samples of the shards, less the cuts.
 
     `key` seeds the permutation of a "shuffled" order and of a "local" one, whose window and run length are in
     `local`. `listed` and `bounds` are a sampler's samples and batch ends. `split`: the split of the samples,

@@ -103,7 +103,7 @@ def test_a_dataset_gives_floats_here_and_in_the_workers_of_a_dataloader(cache: C
 def test_maps_that_are_handed_on_or_dropped_keep_the_floats(cache: Cache) -> None:
     add_scores(cache, FLOATS)
     with cache.snapshot() as dataset:
-        first = EpochMaps(dataset.snapshot, max_open=64)
+        first = EpochMaps(dataset.snapshot)
         assert not first.open(torch.arange(3).numpy())
         address = first.fields["score"].base[0]
         second = EpochMaps(dataset.snapshot, first)

@@ -92,7 +92,7 @@ class SampleBatch(Sequence[Any]):
 
 
 def _collate_marked(samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-    """Collate samples of a `SampleBatch`, its first one before others, for the default collate."""
+    """Collate samples of which the first is that of a `SampleBatch`. The default collate calls this."""
     if isinstance(samples, SampleBatch) and (whole := samples.whole()) is not None:
         # The default collate makes lists of tuples.
         return list(whole) if isinstance(whole, tuple) else whole

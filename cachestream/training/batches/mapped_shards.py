@@ -130,12 +130,10 @@ class EpochMaps:
     all maps were dropped.
     """
 
-    def __init__(
-        self, snapshot: Snapshot, previous: EpochMaps | None = None, *, max_open: int | None = None
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, previous: EpochMaps | None = None) -> None:
         num_samples, num_shards = snapshot.num_samples, snapshot.num_shards
         self.snapshot = snapshot
-        self.max_open = max_open or _default_max_open()
+        self.max_open = _default_max_open()
         self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
         # The first shard of each run of 2**bits samples: a look-up and a step or two. A binary search among
         # thousands of shards costs ten times that in cache misses. With few samples, each one has an entry.

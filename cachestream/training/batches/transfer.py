@@ -32,7 +32,7 @@ class Staged(NamedTuple):
 
 
 class Transfer:
-    """The transfer of batches to `device`: host memory, where they stay as they were gathered.
+    """The transfer of batches to `device`. This class leaves them in host memory, as they were gathered.
 
     `send` runs in gathering threads and in the trainer's, `receive` in the trainer's. `moves` is true in
     subclasses that copy batches from the memory of `pool`, where they were gathered, to the device.

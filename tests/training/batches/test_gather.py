@@ -171,7 +171,8 @@ def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cach
     for shard in range(12):
         add_shard(cache, numbered(shard * 3, 3))
     snapshot, lease = cache.take_snapshot()
-    maps = EpochMaps(snapshot, max_open=4)
+    maps = EpochMaps(snapshot)
+    maps.max_open = 4
     gatherer = Gatherer(maps, BufferPool(2))
     rng = np.random.default_rng(0)
     for _ in range(200):
