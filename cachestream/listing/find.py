@@ -13,6 +13,7 @@ from cachestream.listing.pages import LocalFolders, S3Listing, in_order
 from cachestream.listing.patterns import (
     MAGIC,
     WEB_MAGIC,
+    as_in_shell,
     common_root,
     expand_braces,
     extension_of,
@@ -78,7 +79,7 @@ def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
     if not pattern:
         raise SourceError(f"{path}: no such file or folder; check the path")
     found = list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
-    if "**" in pattern:
+    if "**" in pattern.split("/"):
         circular = {folder for folder in set(map(parent_of, found)) if _is_circular(root, folder)}
         found = [one for one in found if parent_of(one) not in circular]
     return root, found
@@ -141,6 +142,6 @@ class _RemoteFinder:
             if pattern not in names:
                 return root, [root + name for name in listing.matching(names)]
         elif not self._filesystem.isfile(path):
-            entries = self._filesystem.glob(path, detail=True)
+            entries = self._filesystem.glob(as_in_shell(path), detail=True)
             return root, [name for name, info in entries.items() if info["type"] != "directory"]
         return parent_of(path), [path]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,8 +42,6 @@ FIRST_OF_OTHERS: Final = 1000
 MOST_FOLLOWING: Final = 16
 _ENTRIES_PER_HEARTBEAT: Final = 8192
 _CACHE_FILES: Final = frozenset({"cache.json", "catalogue.sqlite"})
-# fsspec's globs take "**" for a part of a name, too.
-_NOT_BY_FOLDER: Final = re.compile(r"[^/]\*\*|\*\*[^/]")
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | Walk | None:
@@ -64,7 +61,7 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listin
     if remote.is_s3:
         listing = S3Listing(remote, root, pattern, recursive)
         return None if pattern and listing.holds(pattern) else listing
-    if not (pattern or recursive) or (pattern and "/" not in pattern) or _NOT_BY_FOLDER.search(pattern):
+    if not (pattern or recursive) or (pattern and "/" not in pattern):
         return None
     with map_errors(redact(url), secrets=remote.secrets):
         return None if pattern and remote.open_for_listing()[0].isfile(path) else Walk(remote, root, pattern)
@@ -97,7 +94,7 @@ class S3Listing:
     @property
     def _is_flat(self) -> bool:
         """True if all files lie in one folder."""
-        return "/" not in self.pattern and "**" not in self.pattern if self.pattern else not self.recursive
+        return "/" not in self.pattern and self.pattern != "**" if self.pattern else not self.recursive
 
     def num_first_names(self) -> int:
         """Return the number of names to list before the first sample. With 1, a single page is listed."""

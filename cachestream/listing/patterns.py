@@ -15,6 +15,7 @@ from cachestream.transport.remote_errors import redact
 MAX_EXPANDED: Final = 10_000_000
 MAGIC: Final = re.compile(r"[*?\[]")
 WEB_MAGIC: Final = re.compile(r"[*\[]")  # in a web URL "?" begins a query
+_STARS: Final = re.compile(r"\*+")
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
 
@@ -72,11 +73,20 @@ def split_wildcard(path: str, magic: re.Pattern[str] = MAGIC) -> tuple[str, str]
     return root, path[len(root) :]
 
 
+def as_in_shell(pattern: str) -> str:
+    """Return `pattern` with "*" for "**" in a part of a name: fsspec refuses such a wildcard."""
+    return "/".join(level if level == "**" else _STARS.sub("*", level) for level in pattern.split("/"))
+
+
+def _matcher(pattern: str) -> Callable[[str], object]:
+    return re.compile(glob_translate(as_in_shell(pattern))).match
+
+
 def name_filter(pattern: str) -> Callable[[list[str]], list[str]]:
     """Return a function that selects the names of files that match a wildcard; of "", all."""
     if not pattern:
         return lambda names: names
-    fits = re.compile(glob_translate(pattern)).match
+    fits = _matcher(pattern)
     return lambda names: [name for name in names if fits(name) and not name.endswith("/")]
 
 
@@ -87,7 +97,7 @@ def folder_filter(pattern: str) -> Callable[[str], bool]:
     levels = pattern.split("/")
     deep = levels.index("**") if "**" in levels else None
     fixed = levels[: -1 if deep is None else deep]
-    fits = [re.compile(glob_translate("/".join(fixed[: n + 1]))).match for n in range(len(fixed))]
+    fits = [_matcher("/".join(fixed[: n + 1])) for n in range(len(fixed))]
 
     def may_match(folder: str) -> bool:
         depth = folder.count("/")

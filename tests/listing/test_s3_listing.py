@@ -67,6 +67,8 @@ def put(bucket: Path, names: list[str]) -> None:
         ("s3://paged/a/", {"recursive": False}),
         ("s3://paged/*.jpg", {}),
         ("s3://paged/a*/0[12]*", {}),
+        ("s3://paged/a**/0[12]*", {}),
+        ("s3://paged/**jpg", {}),
         ("s3://paged/**/*.jpg", {}),
         ("s3://paged/a/**", {}),
         ("s3://paged", {"extensions": ".jpg"}),
