@@ -444,13 +444,14 @@ class ReusableSnapshots:
         return lease
 
     def _count_uses(self, last: _LastSnapshot) -> None:
-        times, last.uncounted = last.uncounted, 0
+        times = last.uncounted
         trains = self._split is None or not self._split.held_out
         # A cache that was removed gets no new catalogue.
         if trains and times and os.path.exists(self._cache.catalogue.path):
             ids = last.snapshot.shard_ids
             with self._cache.catalogue.transaction() as tables:
                 tables.mark_used(ranges_of(ids, np.arange(len(ids))), times)
+        last.uncounted = 0
 
     def _enforce_limit(self) -> None:
         """Enforce the limit where no worker does. An error is ignored: the next snapshot tries again."""

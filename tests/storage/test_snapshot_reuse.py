@@ -239,6 +239,25 @@ def test_the_last_one_is_taken_again_while_no_new_one_can_be(
     assert filled.status().leases == 0
 
 
+def test_uses_that_a_full_disk_refuses_are_counted_once_it_takes_them(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(filled)
+    for _ in range(3):
+        reader.take()
+    publish(filled, content(100))
+
+    def fail(*_: Any) -> None:
+        raise CacheFullError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cachestream.storage.tables.Tables.mark_used", fail)
+        reader.reusable.take(None, 0.25)[1].release()  # the last one
+    reader.take()
+    assert uses(filled) == reader.uses
+    reader.end()
+
+
 def test_a_cache_that_was_removed_is_not_made_again(filled: Cache) -> None:
     reader = Reader(filled)
     for _ in range(3):
