@@ -37,6 +37,7 @@ _STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "fai
 _REASONS_SHOWN: Final = 5
 _BAR_WIDTH: Final = 28
 _GAP: Final = 2
+_RATES_S: Final = 10.0  # rates are means over so long
 _LIVE_INTERVAL_S: Final = 0.5
 _LINE_INTERVAL_S: Final = 10.0
 
@@ -53,10 +54,9 @@ class Rates:
 
 
 class RateWindow:
-    """Rates over the last seconds, from statuses as they come."""
+    """Rates over the last ten seconds, from statuses as they come."""
 
-    def __init__(self, window_s: float = 10.0) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._seen: deque[tuple[float, int, Totals]] = deque()
 
     def add(self, now_s: float, worker: WorkerStatus | None) -> Rates | None:
@@ -66,7 +66,7 @@ class RateWindow:
         if worker is None:
             return None
         self._seen.append((now_s, worker.pid, worker.totals))
-        while len(self._seen) > 2 and now_s - self._seen[0][0] > self._window_s:
+        while len(self._seen) > 2 and now_s - self._seen[0][0] > _RATES_S:
             self._seen.popleft()
         then_s, _, then = self._seen[0]
         if now_s <= then_s:

@@ -86,7 +86,3 @@ def _drop_output() -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.close(nothing)
-
-
-if __name__ == "__main__":
-    main()

@@ -145,7 +145,8 @@ class _Panel:
         )
         status, freshness = reading.status, reading.freshness
         if status is not None and status.loaders:
-            lengths = status.loaders[0].epochs[-EPOCHS_REPORTED:]
+            training = max(status.loaders, key=lambda one: one.samples)  # others may measure, on a split
+            lengths = training.epochs[-EPOCHS_REPORTED:]
             self._epochs.data = {"epoch": [one[0] for one in lengths], "samples": [one[1] for one in lengths]}
         if freshness is not None:
             self._uses.data = {"uses": _use_names(), "samples": list(freshness.by_uses)}

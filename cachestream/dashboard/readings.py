@@ -93,7 +93,7 @@ def _trained(status: CacheStatus) -> defaultdict[tuple[int, int], list[int]]:
 
 
 def verdict(reading: Reading) -> str:
-    """The bottleneck of the training over a cache, in one sentence."""
+    """The bottleneck of the training over a cache, or the problem of its filling, in one sentence."""
     status = reading.status
     if status is None:
         return reading.problem
@@ -119,7 +119,7 @@ def verdict(reading: Reading) -> str:
 
 
 class CacheWatch:
-    """The looks at the cache at `path`, which is opened when it is there. Used by one thread."""
+    """Readings of the cache at `path`, which is opened once it exists. Used by one thread."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
         self._directory = Directory(os.path.realpath(os.path.expanduser(path)))
@@ -131,7 +131,7 @@ class CacheWatch:
         self._fresh_at_s = -math.inf
 
     def look(self) -> Reading:
-        """Look at the cache, unless the last look was a moment ago; returns the last reading."""
+        """The reading of this moment; the last one if it is less than a second old."""
         now_s = self._clock()
         if self.readings and 0 <= now_s - self.readings[-1].at_s < 0.5 * INTERVAL_S:
             return self.readings[-1]

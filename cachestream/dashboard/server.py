@@ -30,8 +30,8 @@ _REFUSED: Final = "This page needs its token: open the URL that 'cachestream das
 class Dashboard:
     """A server of the page of the caches at `paths`, at `host` and `port` (0: any free one), until `stop`.
 
-    `token`: what a browser must give in the URL (`?token=`), and Prometheus there or as a bearer token; ""
-    asks for none. Raises ConfigError for a port in use, and for a host that is none.
+    `token`: what a browser must give in the URL (`?token=`), and Prometheus there or as a bearer token; None
+    makes a new one, and "" asks for none. Raises ConfigError for a port in use, and for a host that is none.
     """
 
     def __init__(self, paths: Sequence[str], host: str, port: int, token: str | None = None) -> None:
@@ -96,7 +96,7 @@ def _matches(given: str | None, token: str) -> bool:
 
 
 class _TokenCheck(AuthProvider):
-    """Lets in who gives the token in the page's URL; Bokeh gives that on to the page's other requests."""
+    """The check of the token in the page's URL, which Bokeh passes on to the page's other requests."""
 
     def __init__(self, token: str) -> None:
         self._token = token

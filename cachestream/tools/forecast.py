@@ -40,7 +40,9 @@ _WIDTH: Final = 80
 _START_S: Final = 1.0  # of a worker
 _LEAST_UNITS: Final = 3  # by which the samples of all are estimated
 _BETTER: Final = 0.9  # advice must bring at least a tenth
-_EVICTION: Final[dict[str, tuple[str, ...]]] = {  # the columns by which shards go, the last one first
+_EVICTION: Final[
+    dict[str, tuple[str, ...]]
+] = {  # sort keys of the shards to evict, the first key last, as in np.lexsort
     "lru": ("id", "last_used"),
     "fifo": ("id",),
     "least-fresh": ("id", "last_used", "uses"),
@@ -266,7 +268,7 @@ class _Simulation:
 
 
 class _Publication(NamedTuple):
-    """The next shard of a process, the `number`-th since its start: published at `at_s` with `samples`."""
+    """The next shard of a process, its shard `number` (from 0): published at `at_s` with `samples`."""
 
     at_s: float
     process: int

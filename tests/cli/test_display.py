@@ -92,7 +92,7 @@ def test_a_duration_takes_at_most_two_units(seconds: float, text: str) -> None:
 
 
 def test_rates_are_of_the_last_seconds_not_of_the_whole_run() -> None:
-    window = RateWindow(window_s=10)
+    window = RateWindow()
     assert window.add(0, worker(samples=1_000_000)) is None
     for second in range(1, 31):
         window.add(second, worker(samples=1_000_000 + 50 * second, fetched_bytes=10**6 * second))

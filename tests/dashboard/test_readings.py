@@ -13,6 +13,7 @@ from cachestream import Cache
 from cachestream.dashboard.prometheus import metrics_text
 from cachestream.dashboard.readings import (
     Activity,
+    CacheWatch,
     Freshness,
     Reading,
     rates_between,
@@ -91,6 +92,23 @@ def test_every_loader_of_a_process_has_metrics_of_its_own(status: CacheStatus) -
     assert len(names) == len(set(names))
     samples = [line for line in lines if line.startswith("cachestream_loader_samples_total")]
     assert [float(line.rpartition(" ")[2]) for line in samples] == [500, 7, 500]
+
+
+def test_the_lengths_of_epochs_are_those_of_the_loader_that_trains(
+    status: CacheStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bokeh.document import Document
+
+    from cachestream.dashboard.page import build_page  # loads Bokeh
+
+    measures = replace(LOADER, samples=10, epochs=((0, 10, 0.0),))
+    trains = replace(LOADER, samples=500, epochs=((0, 64, 0.0), (1, 80, 5.0)))
+    watch, document = CacheWatch(status.path), Document()
+    monkeypatch.setattr(watch, "look", lambda: reading(status, 1.0, loaders=(measures, trains)))
+    build_page(document, [watch])
+    tables: list[Any] = [getattr(model, "data", {}) for model in document.models]
+    (lengths,) = [table["samples"] for table in tables if "epoch" in table]
+    assert list(lengths) == [64, 80]
 
 
 def test_what_the_page_says_is_escaped(status: CacheStatus) -> None:
