@@ -39,6 +39,7 @@ from cachestream.sources.base import (
     units_of,
     whole_units,
 )
+from cachestream.sources.cache_source import CacheSource
 from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import PackTokens, apply_packing
 from cachestream.sources.user_code import fingerprint_of
@@ -56,7 +57,7 @@ from cachestream.worker.cluster.connection import (
     current_address,
 )
 from cachestream.worker.job import Job, Payload, pack, transform_fingerprint
-from cachestream.worker.order import Partition, PassPlan, parse_partition
+from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
 from cachestream.worker.user_order import NAMED, check_order, kind_of
 
@@ -173,7 +174,8 @@ class WorkerOptions:
         Raises ConfigError for options that cannot work with this cache and source.
         """
         partition = parse_partition(self.partition)
-        if getattr(source, "cache_folder", None) == cache.path:
+        read = source.sources if isinstance(source, MixSource) else (source,)
+        if any(isinstance(one, CacheSource) and one.cache_folder == cache.path for one in read):
             raise ConfigError(f"{cache.path}: a cache cannot be filled from itself; give another cache")
         source, transform = apply_packing(source, self.transform)
         if isinstance(self.transform, PackTokens):
@@ -195,7 +197,11 @@ class WorkerOptions:
             raise ConfigError(
                 f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
             )
-        _check_share(partition, num_units)
+        if partition is not None and num_units is not None and not partition.length(num_units):
+            raise ConfigError(
+                f"partition={partition}: the source has {num_units} units, too few for every node to get one; "
+                "use fewer nodes, or smaller units"
+            )
         if self.share is not None:
             self._check_group(cache, source_name, num_units)
         kind, weights, sampler = check_order(self.order, num_units, partition)
@@ -279,26 +285,23 @@ class WorkerOptions:
         return float(bytes_per_s)
 
 
-def _check_share(partition: Partition | None, num_units: int | None) -> None:
-    if partition is not None and num_units is not None and not partition.length(num_units):
-        raise ConfigError(
-            f"partition={partition}: the source has {num_units} units, too few for every node to get one; "
-            "use fewer nodes, or smaller units"
-        )
-
-
 class Launch:
     """A Python for a supervisor: it loads the fsspec drivers of `protocols` and waits for its job."""
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
-        self._process: subprocess.Popen[bytes] | None = start_python(
-            "cachestream.worker.supervisor",
-            import_path(),
-            *protocols,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is for the trainer, whose end ends the worker
-        )
+        try:
+            self._process: subprocess.Popen[bytes] | None = start_python(
+                "cachestream.worker.supervisor",
+                import_path(),
+                *protocols,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is for the trainer, whose end ends the worker
+            )
+        except OSError as error:
+            raise WorkerError(
+                f"no process can be started for the worker ({error}): raise 'ulimit -u' and 'ulimit -n', or free memory"
+            ) from error
 
     def give(self, job: Job) -> subprocess.Popen[bytes]:
         """Hand over the job and wait for the answer; returns the process, which fills the cache from now on.
@@ -364,7 +367,10 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
                 process.stdout.fileno(), select.POLLIN, deadline_s
             ):
                 return read_frame(process.stdout)
-        problem = f"did not answer within {START_TIMEOUT_S:.0f} s"
+        problem = (
+            f"did not answer within {START_TIMEOUT_S:.0f} s: the machine is very busy, or the disk does not answer; "
+            "start it again"
+        )
     except (BrokenPipeError, EOFError):
         problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"
     raise WorkerError(f"the background worker for {job.root} {problem}")
