@@ -66,7 +66,8 @@ class Copier:
         self._wanted: list[Copy] = []
         self._servers: Mapping[str, Any] = {}
         self._fetches: dict[Any, _Fetch] = {}
-        self._avoid_s: dict[str, float] = {}  # a cache that is here is asked for one shard at a time
+        # The time until which each cache is avoided; afterwards it is asked for one shard at a time.
+        self._avoid_s: dict[str, float] = {}
         self._attempts: Counter[str] = Counter()  # failed ones, of each shard
         self.refused: list[str] = []
         self.arrived: set[str] = set()

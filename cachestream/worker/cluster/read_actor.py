@@ -290,7 +290,10 @@ class UnitsReader:
         self._transforming = threading.Lock()  # users expect one call at a time
         self._lock = threading.Lock()
         self._threads = min(job.concurrency, READS_AT_ONCE // CALLS)
-        self._idle: list[tuple[int, Fetcher | None]] = [(self._threads * lane, None) for lane in range(CALLS)]
+        # Each with the first number of its threads in the slot.
+        self._idle = [
+            (first, self._make_fetcher(first)) for first in range(0, CALLS * self._threads, self._threads)
+        ]
         self._result_s = _FIRST_RESULT_S
         self._sent = (0.0,) * len(COUNTERS)
         self._fetchers = _Fetchers()
@@ -334,20 +337,20 @@ class UnitsReader:
 
     @contextmanager
     def _fetcher(self) -> Iterator[tuple[Fetcher, range]]:
-        """A fetcher, of an earlier call if there is one, and the numbers of its threads in the slot."""
+        """A fetcher that no other call uses, and the numbers of its threads in the slot."""
         with self._lock:
-            first, idle = self._idle.pop()
-            fetcher = self._make_fetcher(first) if idle is None else idle
+            first, fetcher = self._idle.pop()
             self._fetchers.running.append(fetcher)
             fetcher.use(self._fetchers.threads)
         try:
             yield fetcher, range(first, first + self._threads)
         finally:
-            if is_over := len(fetcher) > 0:  # the call was ended
-                fetcher.stop()
             with self._lock:
                 self._fetchers.running.remove(fetcher)
-                self._idle.append((first, None if is_over else fetcher))
+                if len(fetcher):  # the call was ended
+                    fetcher.stop()
+                    fetcher = self._make_fetcher(first)
+                self._idle.append((first, fetcher))
 
     def _make_fetcher(self, first: int) -> Fetcher:
         def read(unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:

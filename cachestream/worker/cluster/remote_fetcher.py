@@ -47,7 +47,10 @@ class RemoteFetcher:
 
     @property
     def awaited(self) -> UnitRead | None:
-        """A unit that does not answer, and that others of its claim wait for; else the first, if none has come."""
+        """A unit that does not answer while others of its claim wait for it.
+
+        Else the first unit, if no unit has anything to deliver.
+        """
         with self._lock:
             heads = [units[0] for units in self._claims.values()]
             stalled = [u for u in heads if u.stall is not None and u.is_awaited and self._is_followed(u)]

@@ -44,7 +44,7 @@ _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
 _EXCHANGES: Final = 8  # shards asked for at once
-# On the head: no other node that is cut off takes the directory with it.
+# The group's actor runs on the head: another node that is cut off does not take the directory with it.
 _LASTING: Final[dict[str, Any]] = {"max_restarts": -1, "resources": {"node:__internal_head__": 0.001}}
 
 
@@ -52,7 +52,7 @@ class FillingAlone:
     """Gives the sampling processes positions to make while the group does not answer.
 
     A thread does this: Ray may block for a minute while the head of the cluster is away. Few positions are
-    given at a time, and places are drawn: once the group answers again, little was made twice.
+    given at a time, at random places: once the group answers again, little was made twice.
     """
 
     def __init__(self, cache: Cache, group: str, num_workers: int, stop: threading.Event) -> None:
@@ -238,22 +238,23 @@ class GroupMember:
             removed,
             tuple(refused),
             wants=max(0, wanted),
-            exchange=self._exchange(),
+            exchange=self._exchange(state.snapshots),
             has_evicted=state.has_evicted,
             has_room=self._copier.has_room and not state.evicted_shards,
             joins=self._joins,
         )
 
-    def _exchange(self) -> int:
+    def _exchange(self, snapshots: int) -> int:
         """The number of shards that this cache takes in exchange now: a share of its shards each epoch."""
-        if not self._cluster.exchange:
-            return 0
-        before, self._snapshots = self._snapshots, self._cache.filling.state().snapshots
-        self._to_exchange += self._cluster.exchange * len(self._shards) * (self._snapshots - before)
+        self._to_exchange += self._cluster.exchange * len(self._shards) * (snapshots - self._snapshots)
+        self._snapshots = snapshots
         return min(_EXCHANGES, max(0, int(self._to_exchange) - self._copier.exchanged))
 
     def _lose_group(self, error: Exception) -> None:
-        """Join again, as a new cluster if the group does not answer for long: a head may be started again."""
+        """Join again at the next step, or raise SourceUnavailableError after several failures in succession.
+
+        Another process then connects anew: the head of the cluster may have been started again.
+        """
         sys.stderr.write(f"the group {self._cluster.group!r} is away: {last_line(error)}\n")
         self._has_joined = False
         self._copier.want((), {}, "", ())

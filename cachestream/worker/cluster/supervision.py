@@ -18,7 +18,7 @@ logger = logging.getLogger("cachestream.worker")
 class SharingProcess:
     """Starts the process, and starts it again whenever it ends.
 
-    `message` tells while the group does not answer.
+    `message`: the reason of the state of the filling while the group does not answer; else empty.
     """
 
     def __init__(self, job: Job, server: ForkServer, job_fd: int) -> None:
