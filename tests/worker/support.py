@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cachestream import Cache, CorruptShardError, NotEnoughSamplesError, Worker
+from cachestream import Cache, CorruptShardError, NotEnoughSamplesError, Worker, start_worker
 from cachestream.listing.names import file_names, read_mark
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import Board
 from cachestream.worker.listings import Listings
 from cachestream.worker.order import PassPlan
+from tests.storage.support import shard_ids
 from tests.worker.sources import content
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,12 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = DE
             raise AssertionError(f"after {timeout_s:.0f} s still not so: {what}")
         _pause.wait(0.02)
     return time.monotonic() - begun_s
+
+
+def fill(cache: Cache, source: Any, *, num_workers: int = 1, **options: Any) -> None:
+    """Run a worker until its pass is complete."""
+    with start_worker(cache, source, num_workers=num_workers, **options) as worker:
+        assert worker.wait(DEADLINE_S)
 
 
 @contextmanager
@@ -61,11 +69,11 @@ def in_use(cache: Cache) -> Iterator[None]:
 def keys_of(cache: Cache) -> Counter[str]:
     """The keys of all samples in published shards; checks every sample that holds `content` on the way."""
     found: Counter[str] = Counter()
-    for shard_id in sorted(_shard_ids(cache)):
+    for shard_id in shard_ids(cache):
         try:
             shard = MappedShard(shard_path(cache.path, shard_id))
         except CorruptShardError:
-            if shard_id in _shard_ids(cache):
+            if shard_id in shard_ids(cache):
                 raise
             continue  # evicted meanwhile
         shard.verify()
@@ -80,9 +88,10 @@ def keys_of(cache: Cache) -> Counter[str]:
     return found
 
 
-def _shard_ids(cache: Cache) -> set[int]:
-    with cache.catalogue.reading() as tables:
-        return set(tables.shard_ids())
+def keys_in_order(cache: Cache) -> list[str]:
+    """The cached keys in the order in which they were published."""
+    shards = [MappedShard(shard_path(cache.path, shard_id)) for shard_id in shard_ids(cache)]
+    return [key for shard in shards for key in shard.keys()]  # noqa: SIM118  a method
 
 
 def only_once(cache: Cache) -> set[str]:
@@ -217,9 +226,36 @@ class Script:
         self.process.stdin.flush()
 
 
+def run_python(code: str, *arguments: str, **environment: str) -> str:
+    """The output of `code`, run in a Python of its own; fails if it failed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# A script that has a worker, and tells whether it has started it, until it gets a line.
+ATTACHING = """
+import sys
+import cachestream as cs
+from tests.worker.sources import Numbers
+worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1, detach="detach" in sys.argv)
+print("attached" if worker.attached else "started", flush=True)
+sys.stdin.readline()
+worker.close()
+"""
+
+
 @contextmanager
 def script(path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()) -> Iterator[Script]:
-    """Run `code` as a script at `path`, or from standard input for an empty path's sake."""
+    """Run `code` as a script at `path`."""
     path.write_text(code, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(

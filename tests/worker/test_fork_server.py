@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from tests.worker.support import (
     ROOT,
     Processes,
     only_once,
+    run_python,
     sampling_pids,
     supervisor_pid,
     wait_until,
@@ -51,17 +50,8 @@ def main():
 def run(tmp_path: Path, body: str) -> list[str]:
     """The output of a supervisor that runs `body`."""
     (tmp_path / "told.py").write_text(TOLD.replace("JOB", "int(os.environ['JOB'])"))
-    done = subprocess.run(
-        [sys.executable, "-c", SUPERVISOR.format(body=body)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "JOB": "50"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    return run_python(SUPERVISOR.format(body=body), PYTHONPATH=path, JOB="50").splitlines()
 
 
 START = """
@@ -182,7 +172,4 @@ def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_s
 ):
     modules = "cachestream.worker.supervisor, cachestream.worker.sampling.sampler"
     code = f"import sys, {modules}; print({{'fsspec', 'torch'}} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180
-    )
-    assert done.stdout.strip() == "set()"
+    assert run_python(code).strip() == "set()"

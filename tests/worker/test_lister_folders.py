@@ -19,6 +19,7 @@ from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server
 from tests.worker.support import (
     DEADLINE_S,
     Processes,
+    fill,
     kill_supervisor,
     listed,
     only_once,
@@ -113,8 +114,7 @@ def test_after_a_kill_in_mid_listing_no_folder_is_listed_again_but_the_last_one(
     source = on(server, tree)
     assert server.asked == [f"/{tree}", f"/{tree}/00", f"/{tree}/01"], "the first names"
     server.asked.clear()
-    with cs.start_worker(cache, source, num_workers=1, concurrency=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, concurrency=2)
     assert set(server.asked) == {
         f"/{tree}",
         *(f"/{tree}/{number:02d}" for number in range(stored - 1, FOLDERS)),
@@ -128,8 +128,7 @@ def test_a_connection_that_ends_in_mid_listing_is_taken_up_again(
     keys = put(server.root / tree, names_of(range(FOLDERS)))
     source = on(server, tree)
     server.hang_up_after, server.hang_ups = 3, 0
-    with cs.start_worker(cache, source, num_workers=1, concurrency=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, concurrency=2)
     assert server.hang_ups == 1
     assert only_once(cache) == keys
 
@@ -166,10 +165,7 @@ def test_a_local_tree_is_cached_once_whenever_its_worker_is_killed(
         )
         cache.wait(count, DEADLINE_S)
         kill_supervisor(cache, processes, worker)
-    with cs.start_worker(
-        cache, FileSource(root, first_names=FIRST), num_workers=2, order=order, shard_size="4kB"
-    ) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, FileSource(root, first_names=FIRST), num_workers=2, order=order, shard_size="4kB")
     assert only_once(cache) == keys
     assert list(cache.status().failures) == []
     whole = FileSource(root, first_names=None)

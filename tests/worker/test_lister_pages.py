@@ -25,12 +25,14 @@ from cachestream.worker.job import share
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.lister import Lister
 from cachestream.worker.listings import Listings
+from tests.storage.support import shard_ids
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
 from tests.worker.support import (
     DEADLINE_S,
     ROOT,
     Processes,
+    fill,
     keys_of,
     kill_supervisor,
     listed,
@@ -126,8 +128,7 @@ def test_after_a_kill_in_mid_listing_it_goes_on_after_the_last_page_and_no_objec
     cache.wait(FIRST + 1, DEADLINE_S)
     kill_supervisor(cache, processes, first)
     remote.proxy.lists, remote.proxy.lists_allowed = 0, None
-    with cs.start_worker(cache, remote.open(), num_workers=2, order="sequential") as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, remote.open(), num_workers=2, order="sequential")
     assert remote.proxy.lists == 1 + 1 + 1, "the first names, the folders, and the page that was missing"
     assert only_once(cache) == keys
 
@@ -144,8 +145,7 @@ def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
     kill_supervisor(cache, processes, first)
     assert cache.num_samples < len(keys)
     remote.proxy.others_allowed, remote.proxy.lists = None, 0
-    with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, remote.open(), num_workers=2)
     assert remote.proxy.lists == 1 + 1, "the first names, and the folders"
     assert only_once(cache) == keys
 
@@ -243,8 +243,7 @@ def test_when_the_catalogue_is_lost_in_mid_listing_what_is_cached_is_not_fetched
     kill_supervisor(cache, processes, first)
     os.unlink(cache.directory.catalogue)
     remote.proxy.lists_allowed = None
-    with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, remote.open(), num_workers=2)
     assert only_once(cache) == keys
 
 
@@ -254,12 +253,10 @@ def test_a_start_on_a_complete_cache_finds_objects_that_were_added_and_rests_if_
     with run_s3_server(tmp_path / "s3") as fresh:
         remote = Remote(fresh, s3_proxy, "added")
         keys = put(remote.folder, names_in(300))
-        with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, remote.open(), num_workers=2)
         first = plan_of(cache)
         remote.proxy.requests = remote.proxy.lists = 0
-        with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, remote.open(), num_workers=2)
         assert plan_of(cache) == first
         assert remote.proxy.requests == remote.proxy.lists, "nothing was read again"
         keys |= put(remote.folder, ["b/new.bin", "c/new.bin"])
@@ -331,8 +328,7 @@ def test_epochs_over_a_pass_that_grew_come_back_byte_for_byte_in_other_caches_an
         assert shard_digests(other) == before
         assert trained(other, replay=tmp_path / "late") == batches[1]
         remote.proxy.requests = remote.proxy.lists = 0
-        with cs.start_worker(other, remote.open(), **options) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(other, remote.open(), **options)
         assert remote.proxy.requests == remote.proxy.lists, (
             "a worker that goes on there fetches nothing twice"
         )
@@ -363,10 +359,8 @@ def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
 
 def labels_in(cache: Cache) -> dict[str, int]:
     """The labels of all samples."""
-    with cache.catalogue.reading() as tables:
-        ids = tables.shard_ids()
     found: dict[str, int] = {}
-    for shard_id in ids:
+    for shard_id in shard_ids(cache):
         shard = MappedShard(shard_path(cache.path, shard_id))
         found.update(zip(shard.keys(), shard.array("label").tolist(), strict=True))
         shard.close()
@@ -408,6 +402,5 @@ def test_what_needs_all_units_lists_them_before(cache: Cache, remote: Remote) ->
     assert not source.is_listing
     weights = [1.0] * (source.num_units or 0)
     assert {source.key(unit) for unit in range(len(weights))} == keys
-    with cs.start_worker(cache, source, num_workers=1, order=weights) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, order=weights)
     assert set(keys_of(cache)) <= keys

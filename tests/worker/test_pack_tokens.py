@@ -19,7 +19,7 @@ from cachestream import Cache, ConfigError, WorkerError
 from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.shard import MappedShard
 from tests.worker.sources import Numbers
-from tests.worker.support import only_once, sampling_pids, wait_until
+from tests.worker.support import fill, only_once, sampling_pids, wait_until
 
 DEADLINE_S = 60.0
 PACKING = cs.pack_tokens(29, "x", eos=256)
@@ -91,15 +91,13 @@ def test_a_worker_goes_on_where_the_one_before_was_stopped(cache: Cache) -> None
     with cs.start_worker(cache, source, num_workers=1, transform=PACKING, shard_size="2KB"):
         cache.wait(len(wanted) // 3, timeout_s=DEADLINE_S)
     assert cache.num_samples < len(wanted)
-    with cs.start_worker(cache, source, num_workers=1, transform=PACKING, shard_size="2KB") as worker:
-        worker.wait(timeout_s=DEADLINE_S)
+    fill(cache, source, transform=PACKING, shard_size="2KB")
     assert cached(cache) == wanted
 
 
 def test_a_cache_holds_windows_of_one_packing(cache: Cache) -> None:
     source = SlowDocuments(units=3, samples=9)
-    with cs.start_worker(cache, source, num_workers=1, transform=PACKING) as worker:
-        worker.wait(timeout_s=DEADLINE_S)
+    fill(cache, source, transform=PACKING)
     with (
         pytest.raises(ConfigError, match=r"packed:29:.*packed:19:.* use another directory"),
         cs.start_worker(cache, source, num_workers=1, transform=cs.pack_tokens(19, "x", eos=256)) as worker,
@@ -119,8 +117,7 @@ def test_text_is_packed_from_files_of_each_kind(cache: Cache, tmp_path: Path, ki
         (tmp_path / "a.txt").write_text("".join(texts), encoding="utf-8")
     packing = cs.pack_tokens(15, "text", tokenizer=lambda text: list(text.encode()), pad=0)
     source = cs.open_source(str(tmp_path / f"*.{kind}"))
-    with cs.start_worker(cache, source, num_workers=1, transform=packing) as worker:
-        worker.wait(timeout_s=DEADLINE_S)
+    fill(cache, source, transform=packing)
     found = cached(cache)
     assert found == expected(source, packing)
     assert sorted(b"".join(map(bytes, found.values())).replace(b"\0", b"")) == sorted("".join(texts).encode())
@@ -134,8 +131,7 @@ def test_a_listing_that_goes_on_is_packed_to_its_end(cache: Cache, tmp_path: Pat
     packing = cs.pack_tokens(15, "text", tokenizer=lambda text: list(text.encode()), pad=0)
     source: Any = cs.open_source(str(folder), first_names=10)
     assert source.is_listing
-    with cs.start_worker(cache, source, num_workers=1, transform=packing) as worker:
-        worker.wait(timeout_s=DEADLINE_S)
+    fill(cache, source, transform=packing)
     assert cached(cache) == expected(cs.open_source(str(folder), first_names=None), packing)
 
 
@@ -152,8 +148,7 @@ def test_held_out_samples_and_windows_do_not_go_together(cache: Cache) -> None:
 
 def test_a_wrong_field_is_told_with_the_fields_there_are(cache: Cache, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "a.jsonl", 300)
-    with cs.start_worker(cache, str(source), num_workers=1, transform=cs.pack_tokens(15)) as worker:
-        worker.wait(timeout_s=DEADLINE_S)
+    fill(cache, str(source), transform=cs.pack_tokens(15))
     (failure,) = cache.status().failures
     assert failure.count == 300
     assert "has no field 'tokens' to pack, but 'text': give pack_tokens(field=)" in failure.reason

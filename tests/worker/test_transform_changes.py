@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.worker.job import transform_fingerprint
 from tests.worker.sources import Numbers
+from tests.worker.support import run_python
 
 DEADLINE_S = 60.0
 CODE = """
@@ -36,12 +34,7 @@ def test_the_same_code_is_alike_elsewhere_and_in_another_process() -> None:
     assert transform_fingerprint(functools.partial(compiled(CODE))) == here
     script = f"from cachestream.worker.job import transform_fingerprint\n{CODE}\nprint(transform_fingerprint(first), end='')"
     for seed in ("1", "2"):
-        found = subprocess.run(
-            [sys.executable, "-c", script],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(cs.__file__).parents[1])},
-            capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-        )  # fmt: skip
-        assert found.stdout == here
+        assert run_python(script, PYTHONHASHSEED=seed) == here
 
 
 @pytest.mark.parametrize("change", [('"c"', '"d"'), ("1, 2", "1, 3"), ("in {", "not in {"), ('"n"', '"m"')])

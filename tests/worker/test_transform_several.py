@@ -18,7 +18,7 @@ from cachestream import Cache, WorkerError
 from cachestream.storage.shard import MappedShard
 from cachestream.worker.sampling.transformer import collected, to_records
 from tests.worker.sources import Numbers, content
-from tests.worker.support import failures_of, only_once, sampling_pids, wait_until
+from tests.worker.support import failures_of, fill, only_once, sampling_pids, wait_until
 
 DEADLINE_S = 60.0
 
@@ -79,8 +79,7 @@ def test_a_generator_that_fails_leaves_the_whole_sample_out(cache: Cache) -> Non
         yield {"piece": sample["x"][10:20]}
 
     source = Numbers(units=30)
-    with cs.start_worker(cache, source, num_workers=1, transform=fails) as worker:
-        worker.wait(timeout_s=DEADLINE_S)
+    fill(cache, source, transform=fails)
     odd = sum(int(content(f"{unit}/0", source.nbytes)[0]) % 2 for unit in range(30))
     assert len(only_once(cache)) == 2 * (30 - odd)
     assert failures_of(cache) == {"transform": odd}

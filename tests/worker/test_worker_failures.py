@@ -24,6 +24,7 @@ from tests.worker.sources import Faulty, Numbers, Ragged, Switched, misbehave
 from tests.worker.support import (
     DEADLINE_S,
     failures_of,
+    fill,
     is_running,
     keys_of,
     only_once,
@@ -36,8 +37,8 @@ SKIPPED = {10: "raise", 20: "sys.exit", 40: "nonsense", 60: "none", 80: "memory"
 FAULTS = tuple(sorted({**KILLERS, **SKIPPED}.items()))
 
 
-def keys_but(units: set[int], count: int = 100) -> set[str]:
-    return {f"{unit}/0" for unit in range(count) if unit not in units}
+def keys_but(units: set[int]) -> set[str]:
+    return {f"{unit}/0" for unit in range(100) if unit not in units}
 
 
 def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) -> None:
@@ -69,8 +70,7 @@ def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) ->
 
 def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None:
     source = Faulty(100, faults=FAULTS)
-    with cs.start_worker(cache, source, num_workers=2, hang_timeout_s=2.0) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=2, hang_timeout_s=2.0)
     assert only_once(cache) == keys_but(set(dict(FAULTS)))
     assert failures_of(cache) == {"source": 4, "sample": 1, "quarantined": len(KILLERS)}
 
@@ -87,8 +87,7 @@ def test_one_bad_sample_in_a_large_unit_costs_nothing_that_came_before(cache: Ca
             return key, {**fields, "n": sample}
 
     source = Many(3, 50)
-    with cs.start_worker(cache, source, num_workers=1, transform=transform) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, transform=transform)
     assert only_once(cache) == source.keys() - {f"{unit}/30" for unit in range(3)}
     assert failures_of(cache) == {"transform": 3}
 
@@ -220,8 +219,7 @@ def test_a_remote_that_refuses_everything_ends_the_worker_with_one_clear_error(
         worker.wait(DEADLINE_S)
     assert len(journal.read_text().split()) < 150, "a retry storm"
     switch.write_text("ok", encoding="utf-8")
-    with cs.start_worker(cache, source, num_workers=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=2)
     assert only_once(cache) == source.keys(), "what was refused was not given up"
 
 
@@ -267,8 +265,7 @@ def test_a_stop_during_an_outage_gives_nothing_up(tmp_path: Path, cache: Cache) 
         wait_until(lambda: cache.status().worker.totals.retries > 4, "it is tried")  # type: ignore[union-attr]
         worker.stop(DEADLINE_S)
     switch.write_text("ok", encoding="utf-8")
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source)
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
 
@@ -295,8 +292,7 @@ class Away(Switched):
 
 def test_a_key_that_is_no_str_costs_its_sample_and_is_named(cache: Cache) -> None:
     source = OddKeys(10, 6)
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source)
     assert only_once(cache) == source.keys() - {f"3/{sample}" for sample in range(5)}
     assert failures_of(cache) == {"sample": 5}
     failures = {row.reason: row.example for row in cache.status().failures}
@@ -313,8 +309,7 @@ def test_a_path_that_is_not_utf8_in_a_key_or_an_error_is_counted_like_any_other(
             raise ValueError(f"cannot parse {LATIN}")
         return sample
 
-    with cs.start_worker(cache, Files(10), num_workers=1, transform=transform) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, Files(10), transform=transform)
     (row,) = cache.status().failures
     assert (row.kind, row.reason, row.count) == ("transform", "ValueError: cannot parse ?t?.jpg", 2)
     assert cache.num_samples == 8

@@ -18,8 +18,10 @@ from cachestream.errors import WorkerError
 from cachestream.worker import launch
 from tests.worker.sources import Numbers
 from tests.worker.support import (
+    ATTACHING,
     DEADLINE_S,
     Processes,
+    fill,
     is_running,
     keys_of,
     kill_supervisor,
@@ -96,23 +98,12 @@ def test_an_interactive_session_starts_a_worker_with_functions_typed_there(
     processes.wait_until_gone()
 
 
-ATTACHING = """
-import sys, threading
-import cachestream as cs
-from tests.worker.sources import Numbers
-worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1)
-print("attached" if worker.attached else "started", flush=True)
-sys.stdin.readline()
-worker.close()
-"""
-
-
 def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_last_is_gone(
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
-    runs = [script(tmp_path / f"rank{rank}.py", ATTACHING, cache.path) for rank in range(4)]
-    entered = [run.__enter__() for run in runs]
-    try:
+    with ExitStack() as stack:
+        runs = [script(tmp_path / f"rank{rank}.py", ATTACHING, cache.path) for rank in range(4)]
+        entered = [stack.enter_context(run) for run in runs]
         assert sorted(run.line() for run in entered) == ["attached", "attached", "attached", "started"]
         pid = supervisor_pid(cache)
         for rank in (0, 1):
@@ -129,9 +120,6 @@ def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_las
         assert supervisor_pid(cache) == pid
         entered[3].tell()
         entered[3].end()
-    finally:
-        for run in runs:
-            run.__exit__(None, None, None)
     processes.wait_until_gone()
     assert not cache.has_worker()
 
@@ -178,8 +166,7 @@ def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
 def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
-    code = ATTACHING.replace("num_workers=1", "num_workers=1, detach=True")
-    with script(tmp_path / "owner.py", code, cache.path) as run:
+    with script(tmp_path / "owner.py", ATTACHING, cache.path, "detach") as run:
         assert run.line() == "started"
         run.tell()
         run.end()  # the end of its output: nobody else holds the pipes
@@ -226,8 +213,7 @@ def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Ca
         worker.stop(DEADLINE_S)
         assert not worker.is_alive()
         only_once(cache)
-    with cs.start_worker(cache, source, num_workers=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=2)
     assert only_once(cache) == source.keys()
     units = journal.read_text().split()
     assert len(set(units)) == 200
@@ -313,6 +299,14 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_a_worker_error(
     assert not processes.pids()
 
 
+def test_a_system_that_refuses_a_process_is_a_worker_error(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nothing")
+    with pytest.raises(WorkerError, match=r"no process can be started for the worker .*: raise 'ulimit -u'"):
+        cs.start_worker(cache, Numbers(5))
+
+
 def test_a_supervisor_that_takes_no_job_is_ended_at_the_deadline(
     cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -338,5 +332,4 @@ def test_a_worker_starts_from_a_process_with_a_thousand_open_files(cache: Cache)
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         for _ in range(1100):
             stack.enter_context(open(os.devnull))
-        with cs.start_worker(cache, Numbers(5), num_workers=1) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, Numbers(5))

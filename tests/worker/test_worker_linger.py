@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -16,9 +15,8 @@ import pytest
 import cachestream as cs
 from cachestream import Cache, ConfigError
 from tests.worker.sources import Numbers
-from tests.worker.support import DEADLINE_S, supervisor_pid, wait_until
+from tests.worker.support import DEADLINE_S, ROOT, supervisor_pid, wait_until
 
-ROOT: Final = Path(__file__).parents[2]
 LONG_S: Final = 600.0
 JOB: Final = """
 import sys

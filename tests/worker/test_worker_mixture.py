@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 import cachestream as cs
 from cachestream import Cache
 from cachestream.storage.reservations import Owner
-from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.order import PassPlan, UnitOrder, all_units, order_file, parse_partition
 from cachestream.worker.passes import begin_or_resume, follow_mixture, next_claim
 from cachestream.worker.user_order import UserOrder, draw_mixture
 from tests.worker.sources import Numbers
-from tests.worker.support import DEADLINE_S, supervisor_pid, wait_until
+from tests.worker.support import DEADLINE_S, keys_in_order, supervisor_pid, wait_until
 
 MIX = {"a": (Numbers(150), 2), "b": (Numbers(50), 1), "c": (Numbers(90), 1)}
 UNITS = cs.mix(MIX).num_units or 0
@@ -87,10 +86,7 @@ def test_every_unit_is_claimed_once_whatever_is_drawn_meanwhile(
 
 def arrivals(cache: Cache) -> list[str]:
     """The sources of the cached samples in order of arrival."""
-    with cache.catalogue.reading() as tables:
-        ids = sorted(tables.shard_ids())
-    shards = [MappedShard(shard_path(cache.path, shard_id)) for shard_id in ids]
-    return [key.partition("/")[0] for shard in shards for key in shard.keys()]  # noqa: SIM118  a method
+    return [key.partition("/")[0] for key in keys_in_order(cache)]
 
 
 def rule(cache: Cache) -> str:

@@ -13,7 +13,7 @@ from cachestream import Cache
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
 from tests.worker.sources import FetchedElsewhere
-from tests.worker.support import DEADLINE_S, failures_of, only_once, wait_until
+from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, wait_until
 
 RATE = 20_000_000
 
@@ -58,8 +58,7 @@ def test_the_processes_of_a_worker_hold_the_bandwidth_within_5_percent_over_any_
     source = cs.open_source(f"s3://{s3_bucket.name}", storage_options=options)
     s3_proxy.sent.clear()
     cache.size_limit = 200_000_000
-    with cs.start_worker(cache, source, num_workers=3, bandwidth_limit=RATE) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=3, bandwidth_limit=RATE)
     assert only_once(cache) == keys
     sent = s3_proxy.sent
     assert excess_s(sent, RATE) < 0.05 * 10  # which is what 5 % of 10 s are

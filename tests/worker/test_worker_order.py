@@ -14,28 +14,14 @@ from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSam
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError
-from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.order import Partition
 from tests.worker.sources import Numbers
-from tests.worker.support import DEADLINE_S, keys_of, only_once, wait_until
+from tests.worker.support import DEADLINE_S, fill, keys_in_order, keys_of, only_once, wait_until
 
 
 def units_in_order(cache: Cache) -> list[int]:
     """The cached units in order of arrival."""
-    found: list[int] = []
-    with cache.catalogue.reading() as tables:
-        ids = sorted(tables.shard_ids())
-    for shard_id in ids:
-        shard = MappedShard(shard_path(cache.path, shard_id))
-        keys = shard.keys()
-        found += [int(key.partition("/")[0]) for key in keys]
-        shard.close()
-    return found
-
-
-def fill(cache: Cache, source: Numbers, **options: object) -> None:
-    with cs.start_worker(cache, source, num_workers=1, **options) as worker:  # type: ignore[arg-type]
-        assert worker.wait(DEADLINE_S)
+    return [int(key.partition("/")[0]) for key in keys_in_order(cache)]
 
 
 def test_one_process_caches_a_sequential_pass_in_order(cache: Cache) -> None:
@@ -87,10 +73,7 @@ def test_each_pass_of_a_sampler_is_drawn_anew_and_leaves_no_files(cache: Cache) 
     ):
         # A full cache rests until epochs have used what it holds.
         wait_until(lambda: [*loader] and worker.status().pass_number >= 3, "a third pass")
-    orders = [path for path in Path(cache.directory.worker).iterdir() if path.name.startswith("order-")]
-    assert len(orders) == 1
-    for path in orders:
-        path.unlink()
+    assert _forget_orders(cache) == 1
 
 
 def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache, tmp_path: Path) -> None:
@@ -233,7 +216,9 @@ def test_a_curriculum_goes_on_after_a_stop_and_anew_with_another_function(
     _forget_orders(cache)
 
 
-def _forget_orders(cache: Cache) -> None:
-    """Orders of passes whose units are cached stay for as long as these do, and are no rubbish."""
-    for path in Path(cache.directory.worker).glob("order-*"):
+def _forget_orders(cache: Cache) -> int:
+    """Remove the orders of passes whose units are cached: these stay for as long; returns their number."""
+    orders = list(Path(cache.directory.worker).glob("order-*"))
+    for path in orders:
         path.unlink()
+    return len(orders)

@@ -25,12 +25,13 @@ from cachestream.worker.processes import import_path
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     DEADLINE_S,
-    ROOT,
     Processes,
+    fill,
     is_running,
     kill_supervisor,
     left_files,
     only_once,
+    run_python,
     sampling_pids,
     script,
     supervisor_pid,
@@ -132,15 +133,7 @@ other.kill()
 
 
 def test_a_session_ends_after_its_leader_with_who_is_deaf_and_nobody_else_does() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SESSIONS],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.stdout.split() == ["b''", "None", "None"], done.stderr
+    assert run_python(SESSIONS).split() == ["b''", "None", "None"]
 
 
 def test_what_a_transform_has_started_goes_at_an_end_in_order_too_unless_it_has_a_session_of_its_own(
@@ -151,10 +144,7 @@ def test_what_a_transform_has_started_goes_at_an_end_in_order_too_unless_it_has_
         folder.mkdir()
         source = Numbers(3, name=f"session {session}")
         with Cache(tmp_path / f"cache-{session}", size_limit="20MB", min_free=0) as other:
-            with cs.start_worker(
-                other, source, num_workers=1, transform=Starts(folder, dict, session=session)
-            ) as w:
-                assert w.wait(DEADLINE_S)
+            fill(other, source, transform=Starts(folder, dict, session=session))
             if session:
                 assert all(map(is_running, told(folder))), "a daemon is meant to stay"
                 for pid in told(folder):
@@ -190,8 +180,7 @@ def test_a_copy_that_comes_back_from_a_transform_does_not_do_its_work_too(
     cache: Cache, processes: Processes, transform: Callable[[Any], Any]
 ) -> None:
     source = Numbers(30)
-    with cs.start_worker(cache, source, num_workers=1, transform=transform) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, transform=transform)
     assert only_once(cache) == source.keys()
     processes.wait_until_gone()
 
@@ -200,8 +189,7 @@ def test_a_copy_that_comes_back_from_a_source_does_not_do_its_work_too(
     cache: Cache, processes: Processes
 ) -> None:
     source = ForksInRead(30)
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source)
     assert only_once(cache) == source.keys()
     processes.wait_until_gone()
 
@@ -252,8 +240,7 @@ def interrupts(sample: Any) -> Any:
 
 
 def test_a_transform_may_interrupt_what_it_has_started(cache: Cache) -> None:
-    with cs.start_worker(cache, Numbers(3), num_workers=1, transform=interrupts) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, Numbers(3), transform=interrupts)
     assert cache.num_samples == 3
 
 
@@ -333,15 +320,7 @@ print(os.path.exists(f"/proc/{orphan}"), ours.wait(), another.wait())
 
 
 def test_orphans_are_waited_for_and_children_of_others_are_not() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", REAPS],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.stdout.split() == ["False", "3", "4"], done.stderr
+    assert run_python(REAPS).split() == ["False", "3", "4"]
 
 
 def test_a_line_that_never_ends_comes_in_pieces() -> None:

@@ -18,6 +18,7 @@ from cachestream.errors import ConfigError
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     DEADLINE_S,
+    fill,
 )
 
 BATCHES = BatchSampler(SequentialSampler(range(20)), 4, drop_last=False)
@@ -54,8 +55,7 @@ def test_a_source_whose_numbers_make_no_sense_is_named(
 
 
 def test_a_number_of_units_may_be_numpys(cache: Cache) -> None:
-    with cs.start_worker(cache, unusual(np.prod([2, 2])), num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, unusual(np.prod([2, 2])))
     assert cache.num_samples == 4
     assert cs.CallableSource(lambda _: 1, np.int64(3)).num_units == 3  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"num_units=2\.5"):
@@ -90,8 +90,13 @@ def test_a_cache_filled_from_one_source_refuses_another(cache: Cache) -> None:
     with pytest.raises(ConfigError, match=r"from another source .* 'cachestream clear CACHE'"):
         cs.start_worker(cache, Numbers(20, name="other"))
     cache.clear()
-    with cs.start_worker(cache, Numbers(20, name="other"), num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, Numbers(20, name="other"))
+
+
+def test_a_cache_is_not_filled_from_a_mix_with_itself(cache: Cache) -> None:
+    fill(cache, Numbers(5))
+    with pytest.raises(ConfigError, match="a cache cannot be filled from itself"):
+        cs.start_worker(cache, cs.mix({cs.CacheSource(cache.path): 1, Numbers(5, name="more"): 1}))
 
 
 def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
@@ -103,19 +108,16 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
 
     add("b")
     add("c")
-    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, tmp_path / "images")
     add("d")  # comes after the others, whose labels stay
-    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, tmp_path / "images")
     add("a")
     with pytest.raises(
         ConfigError, match=r"places among 3 names, and are others among the 4 .*cachestream clear"
     ):
         cs.start_worker(cache, tmp_path / "images", num_workers=1)
     cache.clear()
-    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, tmp_path / "images")
     assert cache.num_samples == 4
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import cachestream as cs
 from cachestream import Cache
 from tests.worker.sources import Faulty, Named, Numbers, Switched
-from tests.worker.support import DEADLINE_S, failures_of, only_once, wait_until
+from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, wait_until
 
 
 def units_read(journal: Path) -> list[int]:
@@ -25,13 +25,11 @@ def test_units_that_failed_are_read_again_at_the_next_start_and_their_samples_co
     switch = tmp_path / "switch"
     switch.write_text("no sample", encoding="utf-8")
     source = Switched(20, 4, switch=str(switch))
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source)
     assert only_once(cache) == {f"{unit}/{sample}" for unit in range(20) for sample in range(2)}
     assert failures_of(cache) == {"sample": 20}
     switch.write_text("ok", encoding="utf-8")
-    with cs.start_worker(cache, source, num_workers=2) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=2)
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
 
@@ -43,8 +41,7 @@ def test_a_start_after_failures_reads_no_unit_that_did_not_fail_and_counts_none_
     source = Faulty(30, journal=str(journal), faults=((3, "raise"), (17, "segfault")))
     for start in range(3):
         journal.write_text("")
-        with cs.start_worker(cache, source, num_workers=2) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, source, num_workers=2)
         assert failures_of(cache) == {"source": 1, "quarantined": 1}
         if start:
             # What a process published last may have come before it was known that its unit has no more.
@@ -91,8 +88,7 @@ def noise_of(
 ) -> dict[int, bytes]:
     """The draws of the transform for each sample, in a new cache."""
     with Cache(path, "20MB", min_free=0) as cache:
-        with cs.start_worker(cache, source, transform=transform, shard_size="20kB", **options) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, source, transform=transform, shard_size="20kB", **options)
         with cache.snapshot() as dataset:
             found = dataset[:]
             return {

@@ -24,18 +24,18 @@ from cachestream.transport.remote_errors import map_errors, public_name
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer
-from tests.worker.support import DEADLINE_S, ROOT, Processes, failures_of, only_once, wait_until
+from tests.worker.support import DEADLINE_S, ROOT, Processes, failures_of, fill, only_once, wait_until
 
 CANARY: Final = "CANARY"
 SIGNED: Final = f"X-Amz-Signature={CANARY}0123&X-Amz-Credential=key%2F{CANARY}&X-Amz-Expires=600"
 BAD: Final = ("missing", "broken", "endless", "bomb")
 
 
-def signed(unruly_server: UnrulyServer, kinds: tuple[str, ...], signature: str = SIGNED) -> list[str]:
+def signed(unruly_server: UnrulyServer, kinds: tuple[str, ...]) -> list[str]:
     """URLs that hold a secret in their query and in their user-info."""
     host = f"http://user:{CANARY}pass@127.0.0.1:{unruly_server.port}"
     names = [f"good/{number}.bin" for number in range(40)] + [f"{kind}/a.bin" for kind in kinds]
-    return [f"{host}/{name}?{signature}&n={number}" for number, name in enumerate(names)]
+    return [f"{host}/{name}?{SIGNED}&n={number}" for number, name in enumerate(names)]
 
 
 def assert_none_below(folder: Path) -> None:
@@ -97,8 +97,7 @@ def test_urls_that_are_signed_anew_are_known_again_and_read_by_their_new_signatu
 ) -> None:
     with Cache(tmp_path / "cache", size_limit="30MB", min_free=0) as cache:
         urls = signed(unruly_server, ("missing",))
-        with cs.start_worker(cache, cs.open_source(urls), num_workers=1) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, cs.open_source(urls))
         unruly_server.asked.clear()
         again = [url.replace("0123", "4567") for url in urls]
         with cs.start_worker(cache, cs.open_source(again), num_workers=1) as worker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections import Counter
@@ -19,22 +18,11 @@ from cachestream import Cache
 from cachestream.sources.base import Rows
 from cachestream.storage.filling import RESTS, WAITS
 from cachestream.transport.metering import Throttle
+from tests.storage.support import disk_bytes
 from tests.worker.sources import Numbers, content
-from tests.worker.support import DEADLINE_S, failures_of, in_use, keys_of, only_once, wait_until
+from tests.worker.support import DEADLINE_S, failures_of, fill, in_use, keys_of, only_once, wait_until
 
 MB = 1_000_000
-
-
-def disk_bytes(folder: str) -> int:
-    """The disk space that everything under `folder` occupies."""
-    total = os.lstat(folder).st_blocks * 512
-    for root, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            try:
-                total += os.lstat(os.path.join(root, name)).st_blocks * 512
-            except FileNotFoundError:
-                pass
-    return total
 
 
 def within(cache: Cache, limit_bytes: int, condition: Callable[[], object], what: str) -> None:
@@ -101,14 +89,12 @@ def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
 def test_a_pass_fetches_only_what_is_not_cached(tmp_path: Path, cache: Cache) -> None:
     journal = tmp_path / "journal"
     source = Numbers(200, 2, nbytes=5_000, journal=str(journal))
-    with cs.start_worker(cache, source, num_workers=2, shard_size="100KB") as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=2, shard_size="100KB")
     assert len(journal.read_text().split()) == 200
     cache.evict(to=cache.size_bytes - 500_000)
     lost, kept = source.keys() - only_once(cache), cache.num_shards
     assert lost
-    with cs.start_worker(cache, source, num_workers=2, shard_size="100KB") as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=2, shard_size="100KB")
     assert only_once(cache) == source.keys()
     fetched = set(journal.read_text().split()[200:])
     missing = {key.partition("/")[0] for key in lost}
@@ -234,8 +220,7 @@ def test_what_was_fetched_under_an_earlier_bandwidth_limit_holds_nothing_up(cach
     mistyped = Throttle(cache.directory.worker_file("budget"), 1.0)
     assert mistyped.reserve(10_000_000) > 1_000_000, "seconds"
     mistyped.close()
-    with cs.start_worker(cache, Numbers(20), num_workers=1, bandwidth_limit="100MB/s") as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, Numbers(20), bandwidth_limit="100MB/s")
 
 
 @pytest.mark.slow

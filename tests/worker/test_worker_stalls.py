@@ -16,13 +16,13 @@ from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit_reader import LONGEST_PAUSE_S, Stall, Unit, UnitRead, UnitReader
 from tests.support.unruly import run_unruly_server
 from tests.worker.sources import Mute
-from tests.worker.support import DEADLINE_S, failures_of, only_once, sampling_pids, wait_until
+from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, sampling_pids, wait_until
 
 
-def muted(tmp_path: Path, which: str, samples: int = 4, units: int = 60) -> Mute:
+def muted(tmp_path: Path, which: str, units: int = 60) -> Mute:
     switch = tmp_path / "switch"
     switch.write_text(which, encoding="utf-8")
-    return Mute(units, samples, switch=str(switch))
+    return Mute(units, 4, switch=str(switch))
 
 
 def keys_but(source: Mute, units: set[int]) -> set[str]:
@@ -45,8 +45,7 @@ def test_units_that_never_answer_hold_up_no_others_and_are_left_out_in_the_end(
     assert row.reason.startswith("503 Slow Down; left out after a while")
     assert cache.status().remote_message == ""
     tmp_path.joinpath("switch").write_text("", encoding="utf-8")
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source)
     assert only_once(cache) == source.keys(), "the next worker reads them again"
     assert failures_of(cache) == {}
 
@@ -98,8 +97,7 @@ def test_a_worker_that_is_stopped_meanwhile_gives_nothing_up(tmp_path: Path, cac
     with cs.start_worker(cache, source, num_workers=1, concurrency=6, hang_timeout_s=2.0):
         cache.wait(60 * 4 - 5 * 2, DEADLINE_S)
     tmp_path.joinpath("switch").write_text("", encoding="utf-8")
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source)
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
 

@@ -44,6 +44,7 @@ from tests.worker.support import (
     ROOT,
     Processes,
     failures_of,
+    fill,
     in_use,
     only_once,
     sampling_pids,
@@ -71,11 +72,6 @@ def in_cluster(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
 
 
-def fill(cache: Cache, source: Any, **options: Any) -> None:
-    with cs.start_worker(cache, source, **options) as worker:
-        assert worker.wait(DEADLINE_S)
-
-
 Fill = Callable[..., tuple[dict[str, Sample], list[tuple[str, str, int]]]]
 
 
@@ -89,7 +85,7 @@ def locally(tmp_path: Path) -> Fill:
 
     def fill_locally(source: Any, **options: Any) -> tuple[dict[str, Sample], list[tuple[str, str, int]]]:
         with closing(Cache(tmp_path / "local", size_limit="50MB", min_free=0)) as cache:
-            fill(cache, source, num_workers=1, **options)
+            fill(cache, source, **options)
             return samples_of(cache), failures(cache)
 
     return fill_locally
@@ -207,13 +203,13 @@ def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path
         path = tmp_path / f"{number}.mp4"
         subprocess.run(["ffmpeg", "-v", "error", *picture, str(path)], check=True, timeout=DEADLINE_S)
     source = cs.open_source(str(tmp_path / "*.mp4"), frames=8, clips=3)
-    fill(cache, source, num_workers=1, seed=7, **OPTIONS)
+    fill(cache, source, seed=7, **OPTIONS)
     assert (samples_of(cache), failures(cache)) == (expected := locally(source, seed=7))
     assert len(expected[0]) == 9
 
 
 def test_an_actor_reads_all_groups_by_the_same_threads(cache: Cache) -> None:
-    fill(cache, Named(300, 1), num_workers=1, concurrency=2, transform=with_reading_threads, **OPTIONS)
+    fill(cache, Named(300, 1), concurrency=2, transform=with_reading_threads, **OPTIONS)
     threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
     assert 1 <= max(threads) <= 2 * CALLS
 
@@ -327,7 +323,7 @@ def test_a_payload_that_actors_cannot_load_ends_the_worker(
     monkeypatch.syspath_prepend(str(tmp_path))
     transform = importlib.import_module("only_here").transform
     with pytest.raises(WorkerError, match=r"actor.*KeyError.*ONLY_HERE"):
-        fill(cache, Named(5), num_workers=1, transform=transform, **OPTIONS)
+        fill(cache, Named(5), transform=transform, **OPTIONS)
 
 
 @pytest.mark.slow
@@ -361,7 +357,7 @@ def test_a_cluster_whose_head_is_replaced_is_used_again(
 def test_without_a_cluster_the_error_says_so(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(WorkerError, match="no Ray cluster answers"):
-        fill(cache, Named(5), num_workers=1, **OPTIONS)
+        fill(cache, Named(5), **OPTIONS)
 
 
 def test_without_ray_the_engine_is_refused(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from cachestream import Cache
-from tests.worker.support import ROOT
+from tests.worker.support import run_python
 
 SCRIPT = """
 import sys
@@ -27,14 +25,7 @@ print("supervisor:", loaded(None)["names"])
 
 
 def test_no_process_loads_ray(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "cache"],
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    found = run_python(SCRIPT, str(tmp_path / "cache"))
     ours = "cachestream.worker.cluster.connection cachestream.worker.cluster.supervision"
-    assert done.stdout.splitlines() == [f"sampling: {ours}", f"supervisor: {ours}"]
+    assert found.splitlines() == [f"sampling: {ours}", f"supervisor: {ours}"]
     assert Cache(tmp_path / "cache").num_samples == 1

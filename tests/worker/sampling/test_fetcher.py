@@ -87,19 +87,13 @@ def fetching(
 
 def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]:
     """All that comes: (position, offsets, error) of each unit, in the order of delivery."""
-    found: list[tuple[int, list[int], BaseException | None]] = []
-    offsets: list[int] = []
+    found = []
     while len(fetcher):
-        delivery = fetcher.next(DEADLINE_S)
-        assert delivery is not None
-        offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
-        if delivery.finished:
-            found.append((delivery.unit_read.unit.position, offsets, delivery.unit_read.error))
-            offsets = []
+        found.append(drain_one(fetcher))
     return found
 
 
-def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
+def drain_one(fetcher: Fetcher) -> tuple[int, list[int], BaseException | None]:
     """The unit that comes next, whole."""
     offsets: list[int] = []
     while True:
@@ -107,7 +101,7 @@ def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
         assert delivery is not None
         offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
         if delivery.finished:
-            return delivery.unit_read.unit.position, offsets
+            return delivery.unit_read.unit.position, offsets, delivery.unit_read.error
 
 
 def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
@@ -158,7 +152,7 @@ def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() ->
         assert fetcher.put_aside(first)
         assert fetcher.stalls() == ([first.stall], False)
         remote.give(1, chunk(0), None)
-        assert drain_one(fetcher) == (1, [0])
+        assert drain_one(fetcher) == (1, [0], None)
         remote.give(0, chunk(0))
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
@@ -178,7 +172,7 @@ def test_a_unit_that_is_put_aside_keeps_its_thread_and_another_takes_its_place()
         assert remote.begun[1].wait(DEADLINE_S)
         assert not fetcher.put_aside(second), "as many are put aside as there are threads"
         remote.give(1, None)
-        assert drain_one(fetcher) == (1, [])
+        assert drain_one(fetcher) == (1, [], None)
         remote.give(0, 0.01, chunk(7), None)
         remote.give(2, None)
         assert sorted(drain(fetcher)) == [(0, [7], None), (2, [], None)]
@@ -198,7 +192,7 @@ def test_units_that_are_put_aside_and_held_are_not_tried_again_before_a_suspect_
         fetcher.submit([second])
         assert not fetcher.is_idle
         remote.give(1, None)
-        assert drain_one(fetcher) == (1, [])
+        assert drain_one(fetcher) == (1, [], None)
         assert (0, 1) not in remote.put, "it was tried again"
         fetcher.hold(False)
         assert drain(fetcher) == [(0, [0], None)]

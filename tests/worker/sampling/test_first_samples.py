@@ -16,7 +16,7 @@ from cachestream.sources.base import Rows
 from cachestream.worker.sampling.encode import to_record, to_table
 from cachestream.worker.sampling.packer import ALIKE, ALIKE_S, MIXED, MIXED_S, FirstSamples, majority
 from tests.worker.sources import Numbers
-from tests.worker.support import DEADLINE_S, failures_of, only_once
+from tests.worker.support import DEADLINE_S, failures_of, fill, only_once
 
 MUCH = 10**9
 
@@ -85,8 +85,7 @@ def test_the_minority_is_left_out_and_counted_whichever_comes_first(
     cache: Cache, num_workers: int, order: str, transform: Any
 ) -> None:
     source = Odd(90)
-    with cs.start_worker(cache, source, num_workers=num_workers, order=order, transform=transform) as worker:
-        assert worker.wait(DEADLINE_S)
+    fill(cache, source, num_workers=num_workers, order=order, transform=transform)
     assert only_once(cache) == {key for key in sorted(source.keys()) if int(key.partition("/")[0]) % 3}
     assert failures_of(cache) == {"schema": 30}
 
@@ -94,8 +93,7 @@ def test_the_minority_is_left_out_and_counted_whichever_comes_first(
 @pytest.mark.parametrize("in_rows", [False, True])
 def test_integers_beside_floats_are_stored_as_floats(tmp_path: Path, in_rows: bool) -> None:
     with Cache(tmp_path / "scores", size_limit="50MB", min_free=0) as cache:
-        with cs.start_worker(cache, Scores(40), num_workers=2, transform=None if in_rows else dict) as worker:
-            assert worker.wait(DEADLINE_S)
+        fill(cache, Scores(40), num_workers=2, transform=None if in_rows else dict)
         assert failures_of(cache) == {}
         with cs.EpochLoader(cache, 40) as loader:
             scores = next(iter(loader))["score"]
