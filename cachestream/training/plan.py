@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -118,19 +118,6 @@ def _permutation(n: int, key: int) -> Permutation:
     return Permutation(n, key)
 
 
-class SampleOrder(Protocol):
-    """A sequence of `size` sample indices."""
-
-    @property
-    def size(self) -> int:
-        """The number of samples in the order."""
-        ...
-
-    def at(self, positions: IntArray) -> IntArray:
-        """The sample indices at `positions` (int64 `[n]`, each in range(size)), int64 `[n]`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SequentialOrder:
     """The first `size` samples as they lie in the snapshot: shard by shard, in order of arrival."""
@@ -181,6 +168,10 @@ class TailOrder:
 
     def at(self, positions: IntArray) -> IntArray:
         return self.order.at(positions + self.start)
+
+
+# A sequence of `size` sample indices; `at` gives those at any positions.
+SampleOrder: TypeAlias = LocalOrder | SequentialOrder | ShuffledOrder | ListedOrder | TailOrder
 
 
 def count_batches(num_samples: int, batch_size: int, ranks: int, drop_last: bool) -> int:
