@@ -40,7 +40,7 @@ _completion_lock = threading.Lock()
 class Listing:
     """The files of a list: `names` below `root`, and the `labels` of a manifest.
 
-    There are four ways to come by the names, and `rest` tells whether they are all:
+    The names come in one of four ways. They are all if `rest` is None; otherwise `rest` lists the next ones:
 
         all at once ─────────────┐             find_files: several URLs, ranges, or first_names=None
         from a manifest ─────────┤
@@ -202,7 +202,7 @@ class FileList:
             self._listing = replace(self._listing, names=Names(chain(self.names, rest)), rest=None)
 
     def folders_ahead(self, parent: str) -> set[str]:
-        """Return the folders in `parent` ("a/"; the root: "") that an open list has yet to list or end."""
+        """Return the folders in `parent` ("a/"; the root: "") that an open list has not listed to their ends."""
         last, rest = self.names[-1], self._listing.rest
         beside = [] if rest is None else rest.folders_in(parent)
         return {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}

@@ -92,6 +92,8 @@ def _is_circular(root: str, folder: str) -> bool:
 
 
 class _RemoteFinder:
+    """A finder of the files of one URL after another on a remote, by one filesystem."""
+
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._filesystem, self._first_path = remote.open_for_listing()

@@ -118,8 +118,8 @@ class RemoteObject:
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
 
-        Several may be awaited on the caller's event loop, which each of them blocks until its own bytes come:
-        all are requested at once. Not for local files.
+        Reads that are gathered on one event loop send all their requests first; each then blocks the loop
+        until its own bytes have come. Not for local files.
         """
         memory = _Memory(self.remote.most_bytes, stop)
         await self._fill_memory(memory, start, stop, on_loop=True)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 logger = logging.getLogger("cachestream")
 
-MAX_STRIKES: Final = 3  # requests in a row that failed after the pattern, and that the client succeeded with
+MAX_STRIKES: Final = 3  # requests in a row that the pattern failed with and the client did not
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
 _REQUEST_HEADERS: Final = frozenset(  # these differ between requests, and belong to no pattern
@@ -54,15 +54,10 @@ class _Bucket:
     strikes: int = 0
 
 
-@dataclass(slots=True)
-class _ComposedRequest:
-    """A request that a client composes, and the pattern taken from it."""
-
-    key: str
-    pattern: _Pattern | None = None
-
-
-_composed: contextvars.ContextVar[_ComposedRequest | None] = contextvars.ContextVar("_composed", default=None)
+# The bucket and the key of a request that a client composes.
+_composing: contextvars.ContextVar[tuple[_Bucket, str] | None] = contextvars.ContextVar(
+    "_composing", default=None
+)
 # By client, which holds the credentials, the region and the connections.
 _buckets: Final[weakref.WeakKeyDictionary[Any, dict[str, _Bucket]]] = weakref.WeakKeyDictionary()
 
@@ -101,13 +96,12 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
             bucket.strikes = 0
             return answer
         failed = True
-    composed = _ComposedRequest(target["Key"])
-    token = _composed.set(composed)
+    bucket.pattern = None
+    token = _composing.set((bucket, target["Key"]))
     try:
         found = await filesystem._call_s3("get_object", **target, **wanted)
     finally:
-        _composed.reset(token)
-    bucket.pattern = composed.pattern
+        _composing.reset(token)
     bucket.strikes += failed
     return found
 
@@ -121,17 +115,18 @@ def _keep_pattern(
     """Keep the pattern of a request that the client is about to sign."""
     import botocore
 
-    composed = _composed.get()
-    if composed is None:
+    composing = _composing.get()
+    if composing is None:
         return
+    bucket, wanted_key = composing
     signing = request.context.get("signing", {})
-    before, key, after = request.url.partition("/" + _encoded(composed.key))
+    before, key, after = request.url.partition("/" + _encoded(wanted_key))
     is_signed = signature_version is not botocore.UNSIGNED
     usual = signature_version == _SIGNATURE and not {"identity_cache", "request_credentials"} & signing.keys()
     if not key or (after and not after.startswith("?")) or (is_signed and not usual):
         return
     headers = [(name, _text(value)) for name, value in request.headers.items()]
-    composed.pattern = _Pattern(
+    bucket.pattern = _Pattern(
         before + "/",
         after,
         tuple((name, value) for name, value in headers if name.lower() not in _REQUEST_HEADERS),
