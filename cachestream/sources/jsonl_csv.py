@@ -7,7 +7,7 @@
 | JSON: other lists | JSON text |
 | CSV: column of whole numbers; of numbers; other | int64; float64; str |
 
-The types of CSV columns are those of the first rows of the first file, or of their defaults.
+The types of CSV columns are those of the first rows of the first file that has any, or of their defaults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LinesSource(SampleFiles):
     A sample is a dict. In JSON Lines its fields are the members of the object in a line: numbers, bools and
     str as they are, lists of numbers as arrays, objects as fields "name.member", other lists as JSON text; a
     line with another value has the one field "json". In CSV its fields are the columns, named in the first
-    line: int64, float64 or str, judged by the first 1,000 rows of the first file. A line that is malformed,
+    line: int64, float64 or str, judged by the first 1,000 rows of the first file that has any. A line that is malformed,
     or has a null or an empty number without a default, is skipped and counted.
 
     columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each optional field, `{"caption": ""}`; in CSV its
@@ -85,7 +85,7 @@ class LinesSource(SampleFiles):
             require_decompressor(files.key(index))
         with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
             counts = list(pool.map(self._count_ranges, range(len(files))))
-        self._types = self._column_types() if self._delimiter(0) else {}
+        self._types = self._column_types()
         names = (
             f"{name}#{part}" if count > 1 else name
             for name, count in zip(files.names, counts, strict=True)
@@ -110,21 +110,35 @@ class LinesSource(SampleFiles):
         return max(1, -(-size_bytes // RANGE_BYTES))
 
     def _column_types(self) -> dict[str, type]:
-        """Return the columns' types, judged by the first rows. Raises ConfigError for malformed rows."""
-        where = self._files.where(0)
-        with self._open(0) as stream:
-            rows = self._csv_reader(decompressed(stream), self._delimiter(0))
-            try:
-                names = next(rows, [])
-                first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
-            except (ValueError, csv.Error) as error:
-                raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
-        known = {*names, *self._defaults.values}
-        for name in sorted((self._chosen or known) - known):
+        """Return the columns' types, judged by the first rows of the first table that has any.
+
+        Raises ConfigError for malformed rows, and for chosen columns that the table has not.
+        """
+        tables = filter(self._delimiter, range(len(self._files)))
+        found = ((index, *self._first_rows(index)) for index in tables)
+        index, names, rows = next((table for table in found if table[2]), (0, [], []))
+        known, where = {*names, *self._defaults.values}, self._files.where(index)
+        for name in sorted((self._chosen or known) - known if names else ()):
             raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(names)}")
-        types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
+        for name in self._chosen or names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"{where}: several columns are called '{name}': give each a name of its own"
+                )
+        types = {name: _type_of([row[i] for row in rows]) for i, name in enumerate(names)}
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
+
+    def _first_rows(self, index: int) -> tuple[list[str], list[list[str]]]:
+        """Return the names of the columns of a table, and its first rows of so many values."""
+        with self._open(index) as stream:
+            rows = self._csv_reader(decompressed(stream), self._delimiter(index))
+            try:
+                names = next(rows, [])
+                return names, [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+            except (ValueError, csv.Error) as error:
+                where = self._files.where(index)
+                raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
 
     @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:

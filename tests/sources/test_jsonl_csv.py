@@ -133,6 +133,13 @@ def test_columns_of_csv_are_whole_numbers_numbers_or_texts_as_all_of_the_first_r
     assert samples_of(kept) == [{"i": "1"}, {"i": "-2"}]
 
 
+def test_tables_without_rows_tell_no_types(tmp_path: Path) -> None:
+    """Spark writes a file of names alone for an empty partition."""
+    for number, text in enumerate(("i,f,t\n", "", "i,f,t\n1,0.5,x\n", "i,f,t\n2,1,y\n")):
+        (tmp_path / f"part-{number}.csv").write_text(text)
+    assert samples_of(LinesSource(tmp_path)) == [{"i": 1, "f": 0.5, "t": "x"}, {"i": 2, "f": 1.0, "t": "y"}]
+
+
 def test_a_long_text_in_a_table_is_one_value(tmp_path: Path) -> None:
     text = "words, and more\n" * 20_000
     (tmp_path / "a.csv").write_text(f'text\nshort\n"{text}"\nlast\n')
@@ -143,10 +150,14 @@ def test_a_long_text_in_a_table_is_one_value(tmp_path: Path) -> None:
     ]
 
 
-def test_a_column_that_the_table_lacks_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_column_that_the_table_lacks_or_has_twice_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,text\n1,x\n")
     with pytest.raises(ConfigError, match=r"a\.csv: no column 'txt'; there are id, text"):
         LinesSource(tmp_path / "a.csv", columns=["id", "txt"])
+    (tmp_path / "b.csv").write_text("id,x,x\n1,2,3\n")
+    with pytest.raises(ConfigError, match=r"b\.csv: several columns are called 'x'"):
+        LinesSource(tmp_path / "b.csv")
+    assert samples_of(LinesSource(tmp_path / "b.csv", columns=["id"])) == [{"id": 1}]
     source = LinesSource(tmp_path / "a.csv", columns=["id", "age"], fields={"age": 0})
     assert samples_of(source) == [{"id": 1, "age": 0}]
 

@@ -208,6 +208,14 @@ def test_a_float_for_nulls_among_integers_makes_all_of_them_floats(
     assert all(isinstance(one, float) for one in found)
 
 
+def test_a_value_for_nulls_that_the_column_cannot_hold_is_an_error_at_once(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"age": pa.array([1, None])}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ConfigError, match=r"column 'age' holds int64: '\?' cannot stand for its nulls .*fields="
+    ):
+        ParquetSource(tmp_path, fields={"age": "?"})
+
+
 def test_nulls_can_be_given_a_value(tmp_path: Path) -> None:
     table = pa.table(
         {

@@ -114,17 +114,20 @@ class Columns:
 
         If the replacement is a float, integers become floats.
         """
-        is_whole = isinstance(values, np.ndarray) and values.dtype.kind in "iu"
-        if is_whole and isinstance(self._nulls.get(name), float):
-            values = np.asarray(values, np.float64)
+        instead: Any = self._nulls.get(name, Unusable(f"column '{name}' is null"))
+        if name in self._nulls and isinstance(values, np.ndarray):  # keep the type of the column
+            if values.dtype.kind in "iu" and isinstance(instead, float):
+                values = values.astype(np.float64)
+            try:
+                instead = values.dtype.type(instead)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise SampleError(
+                    f"column '{name}' holds {values.dtype}: {instead!r} cannot stand for its nulls ({error}); "
+                    "give another value in fields= or nulls="
+                ) from error
         if not array.null_count:
             return values
         found = list(values)
-        instead: Any = Unusable(f"column '{name}' is null")
-        if name in self._nulls:
-            instead = self._nulls[name]
-            if isinstance(values, np.ndarray):  # keep the type of the column
-                instead = values.dtype.type(instead)
         for row in _null_positions(array):
             found[row] = instead
         return found
