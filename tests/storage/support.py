@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ import pytest
 from cachestream.schema import ShardRow, Snapshot, Span
 from cachestream.shard_format import ShardContent
 from cachestream.storage.cache import Cache
+from cachestream.storage.locks import lock_file
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import MappedShard, shard_path
@@ -43,6 +44,7 @@ __all__ = [
     "new_cache",
     "publish",
     "shard_ids",
+    "worker_runs",
 ]
 
 KB: Final = 1000
@@ -85,6 +87,17 @@ def publish(
     finally:
         if held is not None:
             held.release()
+
+
+@contextlib.contextmanager
+def worker_runs(cache: Cache) -> Iterator[None]:
+    """Have the cache look as if a worker ran."""
+    lock = lock_file(cache.directory.supervisor_lock)
+    assert lock is not None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def use_all(cache: Cache) -> None:

@@ -17,7 +17,6 @@ from cachestream.schema import ShardRow
 from cachestream.storage import cache as cache_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, chosen_by, describe_shortage
-from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.reservations import Owner
 from cachestream.storage.snapshots import ReusableSnapshots
 from cachestream.storage.view import make_view
@@ -29,6 +28,7 @@ from tests.storage.support import (
     publish,
     shard_ids,
     use_all,
+    worker_runs,
 )
 from tests.worker.support import wait_until
 
@@ -258,14 +258,11 @@ def fill_up(cache: Cache, size_bytes: int = 80_000) -> list[int]:
     raise AssertionError("it evicts what it should keep, and is never full")
 
 
-def begin_filling(cache: Cache) -> HeldFile:
-    """Have the cache look as if a worker filled it from an endless source."""
-    filling = lock_file(cache.directory.worker_file("supervisor.lock"))
-    assert filling is not None
+def begin_filling(cache: Cache) -> None:
+    """Have the catalogue look as if a worker filled it from an endless source."""
     with cache.catalogue.transaction() as tables:
         tables.insert_pass("{}", None, 0)
         tables.set_meta("fill_state", "filling")
-    return filling
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", "least-weight", newest_first])
@@ -316,20 +313,20 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
     """A shard that one of them holds cannot be replaced, even if the other leaves it out."""
     cache = make_cache("2MB", eviction=policy)
     fill_up(cache)
-    filling = begin_filling(cache)
+    begin_filling(cache)
     trainers = [ReusableSnapshots(cache), ReusableSnapshots(cache)]
     held: list[Any] = [None, None]
-    for turn in range(8):
-        snapshot, lease = trainers[turn % 2].take(None, 0.25)
-        if held[turn % 2] is not None:
-            held[turn % 2][1].release()
-        held[turn % 2] = snapshot, lease
-        if turn >= 3:
-            left = [set(shard_ids(cache)) - set(taken.shard_ids.tolist()) for taken, _ in held]
-            assert len(left[0] & left[1]) * 80_000 > 0.2 * cache.size_limit, f"turn {turn}: {left}"
+    with worker_runs(cache):
+        for turn in range(8):
+            snapshot, lease = trainers[turn % 2].take(None, 0.25)
+            if held[turn % 2] is not None:
+                held[turn % 2][1].release()
+            held[turn % 2] = snapshot, lease
+            if turn >= 3:
+                left = [set(shard_ids(cache)) - set(taken.shard_ids.tolist()) for taken, _ in held]
+                assert len(left[0] & left[1]) * 80_000 > 0.2 * cache.size_limit, f"turn {turn}: {left}"
     for _, lease in held:
         lease.release()
-    filling.release(unlink=True)
 
 
 @pytest.mark.parametrize("chosen", [[1], [1, 2], []])
@@ -340,17 +337,17 @@ def test_a_condition_whose_samples_would_all_be_left_out_still_has_one_shard_of_
     cache = make_cache("1MB")
     fill_up(cache)
     use_all(cache)
-    filling = begin_filling(cache)
+    begin_filling(cache)
     wanted = [3 * shard_id for shard_id in chosen]  # the first of the three samples in each
     view = make_view(lambda columns: np.isin(columns["n"], wanted), None)
-    if not chosen:
-        with pytest.raises(NotEnoughSamplesError, match="where= selects 0 of"):
-            cache.take_snapshot(turnover=0.25, view=view)
-    else:
-        snapshot, lease = cache.take_snapshot(turnover=0.25, view=view)
-        assert snapshot.shard_ids.tolist() == chosen[-1:]
-        lease.release()
-    filling.release(unlink=True)
+    with worker_runs(cache):
+        if not chosen:
+            with pytest.raises(NotEnoughSamplesError, match="where= selects 0 of"):
+                cache.take_snapshot(turnover=0.25, view=view)
+        else:
+            snapshot, lease = cache.take_snapshot(turnover=0.25, view=view)
+            assert snapshot.shard_ids.tolist() == chosen[-1:]
+            lease.release()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1])

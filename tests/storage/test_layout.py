@@ -17,7 +17,6 @@ from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.storage import layout as module
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import open_directory
-from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import disk_footprint, effective_limit
 from cachestream.storage.telemetry import Board
 from tests.storage.support import (
@@ -28,6 +27,7 @@ from tests.storage.support import (
     needs_root,
     new_cache,
     publish,
+    worker_runs,
 )
 
 
@@ -166,8 +166,6 @@ def test_a_read_only_cache_can_be_looked_at_and_writers_get_one_clear_error(fast
     path = fast_path / "cache"
     with new_cache(path) as cache:
         publish(cache, content(0))
-        worker = lock_file(cache.directory.supervisor_lock)
-        assert worker is not None
         Board(cache.directory.worker_file("board")).reset(1234, 2, 5.0)
     for folder, _, files in os.walk(path):
         os.chmod(folder, 0o555)
@@ -197,8 +195,8 @@ def test_a_read_only_cache_can_be_looked_at_and_writers_get_one_clear_error(fast
                 write()
         assert cache.num_samples == 3
 
-    assert as_nobody(path, attempt) == 0
-    worker.release()
+    with worker_runs(cache):
+        assert as_nobody(path, attempt) == 0
 
 
 @needs_root

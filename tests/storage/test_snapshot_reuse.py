@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,17 @@ from cachestream.errors import CacheFullError, EpochError, NotEnoughSamplesError
 from cachestream.schema import Snapshot
 from cachestream.storage.cache import Cache
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.storage.locks import lock_file
 from cachestream.storage.snapshots import ReusableSnapshots
-from tests.storage.support import Line, assert_sound, content, fork, new_cache, publish, shard_ids
+from tests.storage.support import (
+    Line,
+    assert_sound,
+    content,
+    fork,
+    new_cache,
+    publish,
+    shard_ids,
+    worker_runs,
+)
 
 
 @pytest.fixture
@@ -74,16 +81,6 @@ def in_another_process(act: Callable[[Cache], object]) -> Callable[[Cache], None
         assert child.wait() == 0
 
     return do
-
-
-@contextmanager
-def worker_runs(cache: Cache) -> Iterator[None]:
-    lock = lock_file(cache.directory.worker_file("supervisor.lock"))
-    assert lock is not None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def test_a_cache_that_nobody_changes_is_leased_once(filled: Cache) -> None:
