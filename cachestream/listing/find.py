@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.pages import LocalFolders, S3Listing, in_order
+from cachestream.listing.pages import LocalFolders, S3Listing, in_order, real_paths
 from cachestream.listing.patterns import (
     MAGIC,
     WEB_MAGIC,
@@ -39,18 +39,15 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
             raise ConfigError(
                 f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
             )
-    # The name of a local file may contain braces.
-    expanded = [
-        (url, [url] if remote.is_local and os.path.exists(local_path(url)) else expand_braces(url))
-        for url in urls
-    ]
     finder = None if remote.is_local else _RemoteFinder(remote)
     find = _find_local if finder is None else finder.find
     roots: set[str] = set()
     paths: list[str] = []
-    for url, alternatives in expanded:
+    for url in urls:
         known = len(paths)
-        for one in alternatives:
+        # The name of a local file may contain braces.
+        is_name = remote.is_local and os.path.exists(local_path(url))
+        for one in [url] if is_name else expand_braces(url):
             # After the first file no other is looked up: a range may stand for a hundred thousand.
             if roots and finder is not None and (path := finder.file(one)):
                 roots.add(parent_of(path))
@@ -87,8 +84,8 @@ def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
 
 def _is_circular(root: str, folder: str) -> bool:
     """Return whether a link on the way from `root` to `folder` leads back to a folder above it."""
-    passed = [folder[:end] for end in range(len(root), len(folder) + 1) if folder[:end].endswith("/")]
-    return len(set(map(os.path.realpath, passed))) < len(passed)
+    passed = list(real_paths(root, folder[len(root) :]))
+    return len(set(passed)) < len(passed)
 
 
 class _RemoteFinder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -262,14 +262,13 @@ class LocalFolders:
         target = os.path.realpath(link).rstrip("/") + "/"
         if target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
             return False
-        return not any(above.startswith(target) for above in self._ancestors(folder))
+        return not any(above.startswith(target) for above in real_paths(self._root, folder))
 
-    def _ancestors(self, folder: str) -> Iterable[str]:
-        """Return the real paths of the root, of the folders above `folder`, and of `folder`."""
-        yield self._real
-        for end, letter in enumerate(folder, 1):
-            if letter == "/":
-                yield os.path.realpath(self._root + folder[:end]).rstrip("/") + "/"
+
+def real_paths(root: str, folder: str) -> Iterator[str]:
+    """Yield the real paths of `root`, of the folders on the way to `folder` below it, and of `folder`."""
+    for end in (0, *(end for end, letter in enumerate(folder, 1) if letter == "/")):
+        yield os.path.realpath(root + folder[:end]).rstrip("/") + "/"
 
 
 class GoneError(SourceUnavailableError):

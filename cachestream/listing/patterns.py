@@ -55,8 +55,7 @@ def local_path(url: str) -> str:
 
 def absolute(url: str) -> str:
     """Return `url`; a path of this machine as an absolute one."""
-    is_path = "://" not in url and "::" not in url
-    return os.path.abspath(os.path.expanduser(url)) if is_path else url
+    return url if "://" in url or "::" in url else local_path(url)
 
 
 def parent_of(path: str) -> str:
