@@ -6,25 +6,6 @@ process boundaries on their way from the sampling processes to the user.
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheError",
-    "CacheFullError",
-    "CacheLockedError",
-    "CacheStreamError",
-    "CacheVersionError",
-    "ConfigError",
-    "CorruptShardError",
-    "EpochError",
-    "NotEnoughSamplesError",
-    "RankMismatchError",
-    "SampleError",
-    "SchemaMismatchError",
-    "SourceError",
-    "SourceUnavailableError",
-    "WorkerError",
-    "WorkerTimeoutError",
-]
-
 
 class CacheStreamError(Exception):
     """The base of all cachestream errors."""

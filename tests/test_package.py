@@ -25,9 +25,11 @@ from cachestream import errors
 
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-ERROR_CLASSES: Final = [getattr(errors, name) for name in errors.__all__]
+ERROR_CLASSES: Final = [
+    one for one in vars(errors).values() if inspect.isclass(one) and one.__module__ == errors.__name__
+]
 CONTRACT: Final = {
-    *errors.__all__,
+    *(one.__name__ for one in ERROR_CLASSES),
     *(
         "Cache",
         "Source",

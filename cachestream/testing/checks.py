@@ -57,7 +57,7 @@ def check_source(
         secrets: texts that must be seen nowhere, such as a password in its storage_options.
         transform: as for `start_worker`, for sources whose samples cannot be stored without.
         max_units: how many units are read; the first ones.
-        timeout_s: how long the worker may take to fill a cache with them.
+        timeout_s: how long the worker may take to fill a cache with them, and another process to open the source.
     """
     checks = SourceChecks(source, tuple(secrets), transform, max_units, timeout_s)
     for check in CHECKS:
@@ -391,9 +391,11 @@ def fingerprint_elsewhere(source: Source | Callable[[], Source], timeout_s: floa
     with start_python(__name__, import_path(), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             output = process.communicate(cloudpickle.dumps(source), timeout_s)[0]
-        except subprocess.TimeoutExpired:
-            output = b""
+        except subprocess.TimeoutExpired as error:
             process.kill()
+            raise AssertionError(
+                f"the source could not be opened in another process within {timeout_s:g} s"
+            ) from error
     answer = False, f"the process ended with code {process.returncode}; its error is on stderr"
     if output:
         answer = json.loads(output.splitlines()[-1])  # before it, the source may have printed something

@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,11 @@ UNITS: Final = 6
 # Those that start processes come last: of a source that breaks another promise they have nothing to tell.
 IN_PROCESSES: Final = (SourceChecks.check_fingerprint, SourceChecks.check_round_trip)
 CHEAP_FIRST: Final = sorted(CHECKS, key=IN_PROCESSES.__contains__)
+
+
+def test_a_source_that_does_not_open_in_another_process_is_given_up_at_the_deadline() -> None:
+    with pytest.raises(AssertionError, match="not be opened in another process within 3 s"):
+        checks.fingerprint_elsewhere(lambda: time.sleep(600), 3.0)  # type: ignore[arg-type,return-value]
 
 
 # --- sources that keep the protocol --------------------------------------------------------------
