@@ -166,6 +166,7 @@ def test_a_read_only_cache_can_be_looked_at_and_writers_get_one_clear_error(fast
     path = fast_path / "cache"
     with new_cache(path) as cache:
         publish(cache, content(0))
+        Path(cache.directory.supervisor_lock).touch()
         Board(cache.directory.worker_file("board")).reset(1234, 2, 5.0)
     for folder, _, files in os.walk(path):
         os.chmod(folder, 0o555)
