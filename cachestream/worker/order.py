@@ -8,6 +8,7 @@ of the units.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -315,6 +316,11 @@ def order_file(directory: Directory, plan: PassPlan) -> str:
     """The path of the order that was drawn for a pass."""
     version = "-" + xxhash.xxh3_64_hexdigest(plan.rule.encode()) if plan.kind == "mixture" else ""
     return directory.worker_file(f"order-{plan.ordinal}{version}.npy")
+
+
+def is_known(directory: Directory, plan: PassPlan) -> bool:
+    """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
+    return not plan.is_drawn or os.path.exists(order_file(directory, plan))
 
 
 def is_whole(ranges: Offsets) -> bool:

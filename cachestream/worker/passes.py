@@ -30,7 +30,7 @@ from cachestream.storage.progress import PassRow
 from cachestream.storage.reservations import Owner, disk_footprint
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
-from cachestream.worker.order import PassPlan, UnitOrder, order_file
+from cachestream.worker.order import PassPlan, UnitOrder, is_known, order_file
 from cachestream.worker.user_order import UserOrder, draw_mixture
 
 if TYPE_CHECKING:
@@ -55,12 +55,11 @@ def pass_is_open(state: FillState) -> bool:
 
 def first_plan(job: Job, listings: Listings) -> PassPlan:
     """The plan of the first pass of a job: over all units, or over those that will be listed."""
+    if job.growing and not listings.is_complete:
+        return PassPlan(job.kind, job.seed, 0, 0, "", 0, job.partition, job.rule, growing=True)
     if job.growing:
-        if listings.is_complete:
-            names = listings.load()
-            job = replace(job, num_units=len(names), listing=names.digest)
-        else:
-            return PassPlan(job.kind, job.seed, 0, 0, "", 0, job.partition, job.rule, growing=True)
+        names = listings.load()
+        job = replace(job, num_units=len(names), listing=names.digest)
     plan = PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, None, job.partition, job.rule)
     return replace(plan, length=plan.share, segments=job.round_ends)
 
@@ -133,9 +132,7 @@ def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
 
 def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool:
     """True if the `last` pass is the one that the job would begin with the plan `first`."""
-    if last.growing and not job.growing:
-        return False
-    if last.is_drawn and not os.path.exists(order_file(cache.directory, last)):
+    if (last.growing and not job.growing) or not is_known(cache.directory, last):
         return False
     if last.kind == "mixture":
         last = replace(last, kind="shuffle", rule="")

@@ -18,7 +18,7 @@ from cachestream.sources.base import has_units, names_of, stored_names
 from cachestream.storage.progress import PassRow
 from cachestream.worker.job import Payload
 from cachestream.worker.listings import Listings, lists_units_of
-from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, order_file
+from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, is_known, order_file
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -212,7 +212,7 @@ class KnownOrders:
     ) -> Coverage:
         found: dict[AnyOrder, IntArray] = {}
         for pass_id, plan in plans.items():
-            if pass_id in spans and plan.is_permutation and self._is_known(plan):
+            if pass_id in spans and plan.is_permutation and is_known(self._cache.directory, plan):
                 order = self.of(plan) if self._has_same_units(plan, current) else self._earlier(plan)
                 if order is not None:
                     found[order] = spans[pass_id]
@@ -234,7 +234,3 @@ class KnownOrders:
                     self._earlier_names[listing.path] = EarlierNames(listing)
                 return EarlierOrder(self.of(plan), self._earlier_names[listing.path], names)
         return None
-
-    def _is_known(self, plan: PassPlan) -> bool:
-        """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
-        return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan))

@@ -257,11 +257,9 @@ class Sampler:
             return self._encoder.add(unit_read, chunk)
         begun_s, before_s = time.monotonic(), self._encoder.transform_s
         goes_on = self._encoder.add(unit_read, chunk)
-        ended_s = time.monotonic()
-        if ended_s - begun_s >= tracing.SHORTEST_S:
-            packed_s = begun_s + self._encoder.transform_s - before_s
-            tracing.add("transform", begun_s, packed_s, samples=len(chunk.offsets))
-            tracing.add("pack", packed_s, ended_s, samples=len(chunk.offsets))
+        transformed_s = begun_s + self._encoder.transform_s - before_s
+        tracing.add("transform", begun_s, transformed_s, samples=len(chunk.offsets))
+        tracing.add("pack", transformed_s, time.monotonic(), samples=len(chunk.offsets))
         return goes_on
 
     def _finish(self, unit_read: UnitRead) -> None:
