@@ -136,7 +136,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
 
     def _check_indices(self, indices: Any) -> IntArray:
         """Return `indices` as int64 `[n]` in range(len(self)); raises IndexError, or TypeError."""
-        given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
+        try:
+            given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
+        except ValueError:  # lists of different lengths
+            given = np.array(None)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(
                 f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a mask: where it is true)"

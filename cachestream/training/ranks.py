@@ -114,7 +114,7 @@ class StoreRanks(Ranks):
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
         self._connection.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
         hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first)
-        self._connection.stop_serving()
+        self._connection.serve = lambda: None  # the other one keeps the job's store and port from a new job
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         first = hellos[0]["settings"]
         for r, hello in enumerate(hellos):

@@ -60,10 +60,6 @@ class StoreConnection:
         self._store = store
         self._failure: str | None = None
 
-    def stop_serving(self) -> None:
-        """Drop `serve` once all ranks are connected: it keeps the job's store and port from a new job."""
-        self.serve = lambda: None
-
     def call(self, ask: Callable[[Store], T]) -> T:
         """Return `ask(store)`. Raises RankMismatchError when the store does not answer."""
         if self._failure is not None:

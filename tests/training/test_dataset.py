@@ -134,7 +134,8 @@ def test_the_samplers_of_torch_that_give_batches_work_without_a_collate_function
 
 
 @pytest.mark.parametrize(
-    "index", [1.0, [1.5], [True, False], np.ones(10, np.bool_), "x", ["x"], [[1, 2], [3, 4]], None]
+    "index",
+    [1.0, [1.5], [True, False], np.ones(10, np.bool_), "x", ["x"], [[1, 2], [3, 4]], [[1, 2], [3]], None],
 )
 def test_what_is_no_index_is_told_so(new_cache: NewCache, index: Any) -> None:
     with new_cache(2, 5).snapshot() as dataset, pytest.raises(TypeError, match="integer"):
