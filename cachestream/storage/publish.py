@@ -122,19 +122,16 @@ class Publisher:
         progress: UnitProgress,
     ) -> None:
         for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
-            self._fulfil(tables, shard_id)
+            if not tables.fulfil_reservation(shard_id, self._owner):
+                raise CacheError(
+                    f"{self._directory.root}: another process has released the reservation of shard {shard_id}, "
+                    "because this one seemed to be gone; its samples will be fetched again"
+                )
             row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
             tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
             tables.enter_split(shard_id, content.fill)
         tables.add("written_samples", sum(content.num_samples for content in contents))
         _commit(tables, progress)
-
-    def _fulfil(self, tables: Tables, shard_id: int) -> None:
-        if not tables.fulfil_reservation(shard_id, self._owner):
-            raise CacheError(
-                f"{self._directory.root}: another process has released the reservation of shard {shard_id}, "
-                "because this one seemed to be gone; its samples will be fetched again"
-            )
 
     def _cancel(self, shard_ids: list[int]) -> None:
         with ExitStack() as stack:  # each of them, also if another one fails

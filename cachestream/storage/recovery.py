@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -346,12 +345,7 @@ def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -
 
 def _remove_file(path: str) -> bool:
     """Remove the file `path` and return whether it is gone. A folder is not ours, and stays."""
-    try:
-        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return True
-    if is_folder:
-        return False
-    with translated_disk_errors(path, "removing it"):
+    with translated_disk_errors(path, "removing it"), suppress(IsADirectoryError):
         remove_if_there(path)
-    return True
+        return True
+    return False
