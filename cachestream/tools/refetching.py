@@ -8,7 +8,6 @@ transform are deterministic. A shard that comes back different is rejected.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import random
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cachestream.config import with_generator
 from cachestream.errors import (
     CacheError,
     CacheFullError,
@@ -46,8 +44,8 @@ from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
 from cachestream.worker.sampling.cached_units import Coverage
 from cachestream.worker.sampling.packer import Packer
-from cachestream.worker.sampling.transformer import collected, to_records
-from cachestream.worker.sampling.unit_reader import sample_generator, unit_generator
+from cachestream.worker.sampling.transformer import Transformer, to_records
+from cachestream.worker.sampling.unit_reader import Unit, unit_generator
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -249,7 +247,7 @@ class _Maker:
     ) -> None:
         self._cache = cache
         self._source = source
-        self._transform = None if transform is None else with_generator(transform)
+        self._transform = transform
         self._weights = weights
         self._pool = pool
         self._orders: dict[PassPlan, UnitOrder] = {}
@@ -344,6 +342,7 @@ class _Maker:
 
     def _samples(self, plan: PassPlan, unit: int, first: int, stop: int) -> Iterator[tuple[str, Any]]:
         reading = iter(self._source_of(plan).read(unit, unit_generator(plan, unit)))
+        transformer, read = Transformer(self._transform, {"transform_s": 0.0}), Unit(0, unit, 0)
         for offset in range(stop):
             try:
                 key, sample = next(reading)
@@ -351,14 +350,12 @@ class _Maker:
                 return  # a damaged unit ended here at the first reading, too
             if offset < first:
                 continue
-            if self._transform is not None:
-                try:
-                    rng = functools.partial(sample_generator, plan, unit, offset)
-                    sample = collected(self._transform(sample, rng))
-                except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skips the sample, too
-                    continue
-            if sample is not None:
-                yield key, sample
+            try:
+                made = transformer.apply(plan, read, offset, sample)
+            except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skips the sample, too
+                continue
+            if made is not None:
+                yield key, made
 
 
 def _belongs_to(content: Content, key: str) -> bool:
