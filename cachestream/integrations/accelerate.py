@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: a loader that its accumulation, `gather_for_metrics` and checkpoints know.
+"""Hugging Face Accelerate: a loader for its gradient accumulation, `gather_for_metrics` and checkpoints.
 
 `accelerator.prepare(loader)` returns an EpochLoader unchanged: the loader has divided the samples among the
 ranks already. But Accelerate then does not know when an epoch ends.

@@ -1,4 +1,5 @@
-"""The Hugging Face Trainer on an EpochLoader: it trains from it as it is, and resumes it.
+"""The Hugging Face Trainer on an EpochLoader: a Trainer that takes the loader's batches as they are, and a
+callback that saves and restores the loader's position.
 
 The Trainer measures an epoch once, for its learning rate schedule: give the loader an `epoch_size`, so that
 all epochs have that length while the cache grows.

@@ -28,7 +28,7 @@ _DISK_S: Final = 1.0
 _DISK_DEPTH: Final = 16
 _DISK_BLOCKS: Final = (4096, 1 << 20)  # the least and the most that is read at a time
 _NO_DEVICE: Final = "no accelerator"
-_NO_DISK: Final = "not read: this filesystem cannot pass its cache by"
+_NO_DISK: Final = "not read: this filesystem cannot bypass the page cache"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Reading a source for a short time, with one thread or many, to measure the stages of a sample.
 
 Sources report when they ask for bytes and when bytes arrive (`transport.metering`). Time up to an arrival is
-reading, time from there to the sample is decoding. A source that reports no bytes (a Dataset, a function)
-decodes while it uses the processor, and reads while it waits. All threads run in this process, under one
+reading, time from there to the sample is decoding. Of a source that reports no bytes (a Dataset, a function)
+the processor's time counts as decoding, and waiting as reading. All threads run in this process, under one
 interpreter's lock.
 """
 
@@ -41,7 +41,7 @@ Transform = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Tally:
-    """Figures of a run, by stage where they are times."""
+    """The figures of a run while it goes on, as in `Measurement`, and the samples or units that failed."""
 
     num_samples: int = 0
     fetched_bytes: int = 0

@@ -1,5 +1,5 @@
-"""The stages that a sample passes, the one that holds up the rest, and a line for each: pure, from
-measurements to a verdict and the findings that are shown.
+"""From measurements of the stages that a sample passes to a verdict, the stage that holds up the rest, and to
+the findings that are shown. Nothing here does I/O.
 
 Stages are compared by the samples a second that each would let through if the others took no time. Reading
 counts as measured with as many reads at once as a worker has. Stages that calculate share the cores; a
