@@ -78,7 +78,7 @@ class WindowGrid:
         jitter: int | Sequence[int] | None,
         chunks: Sequence[int] | None = None,
     ) -> WindowGrid:
-        """Make a grid; `chunks`: the chunk lengths along the cut axes. Raises ConfigError for others."""
+        """Make a grid; `chunks`: the chunk lengths along the cut axes. Raises ConfigError for invalid values."""
         if stride == "chunks":
             if chunks is None:
                 raise ConfigError("stride='chunks': the array has no chunks; give a number")
@@ -263,7 +263,7 @@ class ArrayFile(Protocol):
 class AlignedArrays:
     """Arrays that are read at the same positions: by name, with the size of a window in each.
 
-    An array whose file was replaced is opened anew, once for all kinds of files.
+    An array whose file was replaced is opened anew here, whatever its format.
     """
 
     files: Mapping[str, ArrayLocation]

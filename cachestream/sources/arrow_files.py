@@ -56,7 +56,7 @@ class ArrowSource(SampleFiles):
         files = FileList(urls, storage_options, owner="ArrowSource")
         super().__init__("arrow", files, self._options.identity, defaults, images)
         has_rows = self._has_rows()
-        self._number(FileUnits(has_rows), Names(itertools.compress(files.names, has_rows)))
+        self._set_units(FileUnits(has_rows), Names(itertools.compress(files.names, has_rows)))
 
     def _has_rows(self) -> list[bool]:
         """Return for each file whether it has rows: no metadata, and no cache file of `Dataset.map`."""

@@ -46,7 +46,7 @@ class CacheSource(SampleFiles):
         files = _list_shards(os.fspath(url).rstrip("/"), storage_options)
         self.cache_folder = os.path.realpath(f"{files.path(0)}/../..") if files.remote.is_local else None
         super().__init__("cache", files, (), Defaults(None))
-        self._number(FileUnits(np.ones(len(files))), files.names)
+        self._set_units(FileUnits(np.ones(len(files))), files.names)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of a shard in order. Raises as `Source.read`."""

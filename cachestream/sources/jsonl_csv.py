@@ -91,7 +91,7 @@ class LinesSource(SampleFiles):
             for name, count in zip(files.names, counts, strict=True)
             for part in range(count)
         )
-        self._number(FileUnits(counts), Names(names))
+        self._set_units(FileUnits(counts), Names(names))
 
     def _delimiter(self, index: int) -> str:
         """Return the delimiter of a file's columns; "" for JSON Lines."""

@@ -237,7 +237,7 @@ class ParquetSource(SampleFiles):
         self._first_rows: IntArray = np.concatenate([np.cumsum(rows) - rows for rows in groups])
         if not self.num_rows:
             raise ConfigError(f"{files.shown}: the tables have no rows")
-        self._deal(FileUnits([len(rows) for rows in groups]))
+        self._set_groups(FileUnits([len(rows) for rows in groups]))
 
     def _read_footers(self) -> list[IntArray]:
         """Read all footers. Return the number of rows in each row group, for each file."""
@@ -251,12 +251,12 @@ class ParquetSource(SampleFiles):
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             return list(pool.map(look, range(len(self._files))))
 
-    def _deal(self, units: FileUnits) -> None:
-        """Set the units, which are named by file, first row and number of rows."""
+    def _set_groups(self, units: FileUnits) -> None:
+        """Set the units, row groups, which are named by file, first row and number of rows."""
         names, every = self._files.names, np.arange(len(units))
         places = units.place(every)
         rows = zip(units.locate(every)[0], self._first_rows[places], self._rows[places], strict=True)
-        self._number(units, Names(f"{names[file]}#{row}+{num_rows}" for file, row, num_rows in rows))
+        self._set_units(units, Names(f"{names[file]}#{row}+{num_rows}" for file, row, num_rows in rows))
 
     @property
     def num_rows(self) -> int:
@@ -283,7 +283,7 @@ class ParquetSource(SampleFiles):
     def divided(self, parts: int) -> ParquetSource:
         """Return a source of the same row groups in `parts` rounds, each with a share of every file's."""
         made = copy.copy(self)
-        made._deal(FileUnits(self._units.counts, parts))
+        made._set_groups(FileUnits(self._units.counts, parts))
         return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -76,8 +76,7 @@ class FileUnits:
 class SampleFiles:
     """The base of sources whose files hold many samples each: `kind` begins the fingerprint.
 
-    `options` are the parts of the fingerprint for the options of the source. A subclass calls `_number` with
-    its units.
+    `options` are the parts of the fingerprint for the options of the source. A subclass calls `_set_units`.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class SampleFiles:
         identity = (*files.identity, *options, *images.identity, *defaults.identity)
         self.fingerprint = f"{kind}:" + "|".join(identity)
 
-    def _number(self, units: FileUnits, names: Names) -> None:
+    def _set_units(self, units: FileUnits, names: Names) -> None:
         """Set the units and their names, which stay valid when files come or go."""
         self._units, self.first_names = units, names
         self.listing_digest = names.digest
@@ -149,7 +148,7 @@ class CutFiles(SampleFiles):
             names = Names(
                 f"{names[index]}#{part}/{num_parts}" for index, part in zip(files, parts, strict=True)
             )
-        self._number(units, names)
+        self._set_units(units, names)
 
     @property
     def round_ends(self) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ def test_features_say_what_each_is_to_be(tmp_path: Path) -> None:
         ({"x": "bytes"}, "'x' holds numbers, no bytes"),
         ({"x": "texts"}, "'x' holds numbers, no texts"),
         ({"s": "array"}, "'s' holds bytes, no numbers"),
-        ({"s": "str"}, "'s' is no UTF-8"),
+        ({"s": "str"}, "'s': not a usable UTF-8 text"),
         ({"s": "image"}, "not a usable image"),
         ({"i": "texts"}, "which are no texts"),
     ],

@@ -24,7 +24,7 @@ _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 class ColumnOptions:
     """The columns to read of tables, and the conversion of their values; see `ParquetSource`.
 
-    `defaults` are those of optional fields. Raises ConfigError for options that are none.
+    `defaults` are those of optional fields. Raises ConfigError for invalid options.
     """
 
     columns: Sequence[str] | None = None
