@@ -86,7 +86,7 @@ class FileList:
         if first_names is not None and first_names != "auto":
             first_names = check_count("first_names", first_names)
         self._wanted = _as_extensions(extensions)
-        self._kind = ""
+        self._kind = ""  # set only where no extensions= choose
         # Names were found in folders or by wildcards, without extensions= to choose among them.
         self.is_searched = False
         if isinstance(urls, Manifest):
@@ -117,17 +117,13 @@ class FileList:
 
     def _list_all(self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool) -> Listing:
         root, all_paths = find_files(self.remote, patterns, recursive)
-        paths, wanted = all_paths, self._wanted
-        if wanted:
-            paths = [path for path in paths if redact(path).lower().endswith(wanted)]
-            if not paths:
-                raise SourceError(
-                    f"{self.shown}: none of {len(all_paths):,} files ends in {', '.join(wanted)}; "
-                    "check extensions="
-                )
-        elif preferred:
-            paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
-        return Listing(root, Names(path[len(root) :] for path in paths))
+        paths = _ending_in(all_paths, self._wanted or preferred)
+        if self._wanted and not paths:
+            raise SourceError(
+                f"{self.shown}: none of {len(all_paths):,} files ends in {', '.join(self._wanted)}; "
+                "check extensions="
+            )
+        return Listing(root, Names(path[len(root) :] for path in paths or all_paths))
 
     def _first_pages(
         self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
@@ -150,11 +146,9 @@ class FileList:
         return Listing(rest.root, Names(found), None if page.is_last else rest) if found else None
 
     def _filtered(self, names: list[str]) -> list[str]:
-        if self._wanted:
-            return [name for name in names if redact(name).lower().endswith(self._wanted)]
         if self._kind:
             return [name for name in names if kind_of(extension_of(self.key_of(name))) == self._kind]
-        return names
+        return _ending_in(names, self._wanted)
 
     # --- the names
 
@@ -250,6 +244,11 @@ class FileList:
     def where(self, index: int) -> str:
         """Return the path of file `index` as shown in messages."""
         return self._shown_root + self.key(index)
+
+
+def _ending_in(names: list[str], endings: tuple[str, ...]) -> list[str]:
+    """Return the `names` with one of these endings; without endings, all."""
+    return [name for name in names if redact(name).lower().endswith(endings)] if endings else names
 
 
 def _is_a_file(url: str) -> bool:
