@@ -131,7 +131,7 @@ def unfinished_run(path: str) -> Run | None:
 class Board:
     """The live counters of a worker, in the file `path`: a slot for each process, after a head.
 
-    With `read_only`, they are those of this moment, and the file must exist.
+    With `read_only`, a copy of the counters at this moment; the file must exist.
     """
 
     def __init__(self, path: str, *, read_only: bool = False) -> None:
