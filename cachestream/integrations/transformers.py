@@ -56,8 +56,9 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             file = _file(args, state)
             if not file.is_file():
                 raise ConfigError(
-                    f"{file} is not there: the checkpoint lies outside of output_dir, or was saved without cachestream's "
-                    "CacheCallback; move it there, start anew, or train on without the callback, from an epoch's beginning"
+                    f"{file} is not there: the checkpoint lies outside of output_dir, or was saved without "
+                    "cachestream's CacheCallback; move it there, start anew, or train on without the callback, "
+                    "from an epoch's beginning"
                 )
             self.loader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
         if self.loader._options.epoch_size is None and self.loader.cache.fill_state() == "filling":

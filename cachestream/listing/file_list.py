@@ -196,7 +196,7 @@ class FileList:
             self._listing = replace(self._listing, names=Names(chain(self.names, rest)), rest=None)
 
     def folders_ahead(self, parent: str) -> set[str]:
-        """Return the folders in `parent` ("a/"; the root: "") that an open list has not listed to their ends."""
+        """Return the folders in `parent` ("a/"; the root: "") that an open list has not listed to the end."""
         last, rest = self.names[-1], self._listing.rest
         beside = [] if rest is None else rest.folders_in(parent)
         return {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}

@@ -114,8 +114,8 @@ class Manifest:
     url: the path or URL of the list. With one of the endings `.csv`, `.tsv` and `.parquet` it is a table,
         otherwise a text with a URL on every line that is not empty and does not begin with "#". Texts, CSV
         and TSV may be compressed (`.gz`).
-    column: the column of the URLs, as the first row names it. Needed if there are several columns, and not exactly one is called
-        "url", "path", "file", "filename", "file_name", "uri", "key" or "image".
+    column: the column of the URLs, as the first row names it. Needed if there are several columns, and not
+        exactly one is called "url", "path", "file", "filename", "file_name", "uri", "key" or "image".
     label: a column of labels, for `FileSource`: numbers, or names, which become their ranks among all sorted
         names (`source.label_names`).
     base: the folder of relative names; that of the manifest unless given.

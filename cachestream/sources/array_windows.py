@@ -78,7 +78,7 @@ class WindowGrid:
         jitter: int | Sequence[int] | None,
         chunks: Sequence[int] | None = None,
     ) -> WindowGrid:
-        """Make a grid; `chunks`: the chunk lengths along the cut axes. Raises ConfigError for invalid values."""
+        """Make a grid; `chunks`: chunk lengths along the cut axes. Raises ConfigError for invalid values."""
         if stride == "chunks":
             if chunks is None:
                 raise ConfigError("stride='chunks': the array has no chunks; give a number")

@@ -51,11 +51,11 @@ class LinesSource(SampleFiles):
     A sample is a dict. In JSON Lines its fields are the members of the object in a line: numbers, bools and
     str as they are, lists of numbers as arrays, objects as fields "name.member", other lists as JSON text; a
     line with another value has the one field "json". In CSV its fields are the columns, named in the first
-    line: int64, float64 or str, judged by the first 1,000 rows of the first file that has any. A line that is malformed,
-    or has a null or an empty number without a default, is skipped and counted.
+    line: int64, float64 or str, judged by the first 1,000 rows of the first file that has any. A line that is
+    malformed, or has a null or an empty number without a default, is skipped and counted.
 
-    columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each optional field, `{"caption": ""}`; in CSV its
-    type is that of the column. encoding: an extension of ASCII.
+    columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each
+    optional field, `{"caption": ""}`; in CSV its type is that of the column. encoding: an extension of ASCII.
 
     A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
     "file#row" for CSV. Other arguments and errors are those of `FileSource`.

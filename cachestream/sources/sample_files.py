@@ -184,7 +184,7 @@ class CutFiles(SampleFiles):
         return self._sizes[index]
 
     def _cut(self, index: int, part: int, grain: int = 1) -> tuple[int, int, int]:
-        """Return the first byte of a part of a file and of the next part, multiples of `grain`; and its size."""
+        """Return the first byte of a part of a file and of the next, multiples of `grain`; and its size."""
         size_bytes, count = self._cut_size(index), self._num_parts
         first, last = (size_bytes * i // count // grain * grain for i in (part, part + 1))
         return first, last, size_bytes

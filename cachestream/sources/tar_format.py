@@ -228,7 +228,7 @@ class TarReader:
         return Member(text, self._unread_bytes, offset, is_file, header.is_ustar, problem)
 
     def data(self) -> memoryview:
-        """Return the data of the member that `next` returned, writable. Raises TarError if it is truncated."""
+        """Return the writable data of the member that `next` returned. Raises TarError if truncated."""
         total = self._stream.size_bytes
         if total is None or self._stream.position + self._unread_bytes <= total:
             data = self._stream.read(self._unread_bytes)

@@ -329,7 +329,7 @@ def sample_counts(catalogue: Catalogue) -> dict[int, int]:
 
 
 def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
-    """The ids of the cached shards, their samples, and the number of epochs that used them, int64 `[n]` each."""
+    """The ids of the cached shards, their samples, and the epochs that used each, int64 `[n]` each."""
     with catalogue.reading() as tables:
         ids, counts, uses = tables.shard_columns("id", "num_samples", "uses")
     return ids, counts, uses

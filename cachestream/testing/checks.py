@@ -57,7 +57,8 @@ def check_source(
         secrets: texts that must be seen nowhere, such as a password in its storage_options.
         transform: as for `start_worker`, for sources whose samples cannot be stored without.
         max_units: how many units are read; the first ones.
-        timeout_s: how long the worker may take to fill a cache with them, and another process to open the source.
+        timeout_s: how long the worker may take to fill a cache with them, and another process to open the
+            source.
     """
     checks = SourceChecks(source, tuple(secrets), transform, max_units, timeout_s)
     for check in CHECKS:

@@ -332,7 +332,7 @@ class Drawing:
         return size if self.limit is None else min(size, self.limit)
 
     def _select(self, dataset: EpochDataset, size: int) -> Selection | None:
-        """The samples that weights, a mixture, a sampler or a token budget choose; None without any of them."""
+        """The samples that weights, a mixture, a sampler or a token budget choose; None without these."""
         options, ranks, ranks_here = self.options, self.ranks, len(self.ranks.group)
         if options.weights is not None or options.mixture is not None:
             mine = (

@@ -56,7 +56,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The answer to one request: the bytes of the file from `start` on, which may lie before what was asked for.
+    """The answer to one request: the bytes of the file from `start` on, or from before what was asked.
 
     `read(nbytes)` returns at most so many, none at the end. `version` holds what the answer tells of the
     file.

@@ -39,7 +39,6 @@ from cachestream.sources.base import (
     units_of,
     whole_units,
 )
-from cachestream.sources.cache_source import CacheSource
 from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import PackTokens, apply_packing
 from cachestream.sources.user_code import fingerprint_of
@@ -175,7 +174,7 @@ class WorkerOptions:
         """
         partition = parse_partition(self.partition)
         read = source.sources if isinstance(source, MixSource) else (source,)
-        if any(isinstance(one, CacheSource) and one.cache_folder == cache.path for one in read):
+        if any(getattr(one, "cache_folder", None) == cache.path for one in read):
             raise ConfigError(f"{cache.path}: a cache cannot be filled from itself; give another cache")
         source, transform = apply_packing(source, self.transform)
         if isinstance(self.transform, PackTokens):
@@ -300,7 +299,8 @@ class Launch:
             )
         except OSError as error:
             raise WorkerError(
-                f"no process can be started for the worker ({error}): raise 'ulimit -u' and 'ulimit -n', or free memory"
+                f"no process can be started for the worker ({error}): raise 'ulimit -u' and 'ulimit -n', "
+                "or free memory"
             ) from error
 
     def give(self, job: Job) -> subprocess.Popen[bytes]:
@@ -368,8 +368,8 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
             ):
                 return read_frame(process.stdout)
         problem = (
-            f"did not answer within {START_TIMEOUT_S:.0f} s: the machine is very busy, or the disk does not answer; "
-            "start it again"
+            f"did not answer within {START_TIMEOUT_S:.0f} s: the machine is very busy, or the disk does not "
+            "answer; start it again"
         )
     except (BrokenPipeError, EOFError):
         problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"

@@ -109,7 +109,7 @@ def begin_next(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = 
 
 
 def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
-    """Draw a new order for the units that are not claimed yet, if loaders draw the sources in other shares."""
+    """Draw a new order for the units not claimed yet, if loaders draw the sources in other shares."""
     row, shares = state.last_pass, np.array(state.mixture)
     if row is None or row.length is None or len(job.mix) != len(shares):
         return

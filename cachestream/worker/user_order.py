@@ -190,7 +190,7 @@ def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partitio
     units: IntArray = np.fromiter(islice(_unit_numbers(drawn), most + 1), np.int64)
     if len(units) > most:
         raise ConfigError(
-            f"order: the sampler has given {most:,} units and goes on; it must end after one pass over {num_units:,} units"
+            f"order: the sampler has given {most:,} units and goes on; it must end after one pass over the units"
         )
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
