@@ -40,9 +40,8 @@ _WIDTH: Final = 80
 _START_S: Final = 1.0  # of a worker
 _LEAST_UNITS: Final = 3  # by which the samples of all are estimated
 _BETTER: Final = 0.9  # advice must bring at least a tenth
-_EVICTION: Final[
-    dict[str, tuple[str, ...]]
-] = {  # sort keys of the shards to evict, the first key last, as in np.lexsort
+# The keys by which shards are sorted for eviction, the first key last, as in np.lexsort.
+_EVICTION: Final[dict[str, tuple[str, ...]]] = {
     "lru": ("id", "last_used"),
     "fifo": ("id",),
     "least-fresh": ("id", "last_used", "uses"),
