@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -109,25 +108,25 @@ class EpochSnapshots:
         name: str,
         request: Request,
         epoch_size: int | None,
-        until_s: float,
+        opened_enough: Callable[[], bool],
         cancelled: Callable[[], bool],
     ) -> EpochSnapshot:
-        """The snapshot of this rank's group in round `name`, leased by this process, with its shards mapped
-        until the time `until_s`.
+        """The snapshot of this rank's group in round `name`, leased by this process, with shards mapped until
+        `opened_enough()`.
 
         The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
         Raises CacheStreamError and Cancelled.
         """
         with ExitStack() as undo:
             if ranks.leads:
-                taken = self._take(request, epoch_size, ranks.group, until_s, cancelled)
+                taken = self._take(request, epoch_size, ranks.group, opened_enough, cancelled)
                 undo.callback(taken.lease.release)
                 ranks.share(name, taken.to_payload())
             else:
                 shared = ranks.share(name, None)
                 taken = EpochSnapshot.join(shared, self._options.split, self._options.view, self.maps)
                 undo.callback(taken.lease.release)
-                for _, error in _open(taken.maps, until_s, cancelled):
+                for _, error in _open(taken.maps, opened_enough, cancelled):
                     raise error
             undo.pop_all()
         self._warn_of_floats(taken.snapshot.schema)
@@ -156,7 +155,7 @@ class EpochSnapshots:
         request: Request,
         epoch_size: int | None,
         group: Sequence[int],
-        until_s: float,
+        opened_enough: Callable[[], bool],
         cancelled: Callable[[], bool],
     ) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
@@ -164,7 +163,7 @@ class EpochSnapshots:
             with ExitStack() as undo:
                 taken = self._take_once(request, epoch_size, group)
                 undo.callback(taken.lease.release)
-                damaged = _open(taken.maps, until_s, cancelled)
+                damaged = _open(taken.maps, opened_enough, cancelled)
                 if taken.record is None:
                     for field in self._options.max_tokens or ():  # else drawing fails, in each epoch anew
                         damaged += taken.maps.lengths_of(field)[1]
@@ -229,15 +228,15 @@ class EpochSnapshots:
 
 
 def _open(
-    maps: EpochMaps, until_s: float, cancelled: Callable[[], bool]
+    maps: EpochMaps, opened_enough: Callable[[], bool], cancelled: Callable[[], bool]
 ) -> list[tuple[int, CorruptShardError]]:
-    """Map and verify shards until the time `until_s`; return the damaged ones. Raises Cancelled."""
+    """Map and verify shards until `opened_enough()`; return the damaged ones. Raises Cancelled."""
     damaged: list[tuple[int, CorruptShardError]] = []
     missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
     for start in range(0, len(missing), _SLICE):
         if cancelled():
             raise Cancelled
         damaged += maps.open(missing[start : start + _SLICE], ahead=True)
-        if time.monotonic() > until_s:
+        if opened_enough():
             break
     return damaged

@@ -181,9 +181,13 @@ class Pipeline:
                 preparer.finish()
 
     def _prepare(self, request: Request) -> None:
-        budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
+        schedule = self.schedule
         with tracing.span("prepare", epoch=request.epoch):
-            segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
+            segment = self.preparer.prepare(
+                request,
+                lambda: schedule.superseded(request),
+                lambda: _URGENT_OPEN_S if schedule.urgent() else _AHEAD_OPEN_S,
+            )
         wanted = False
         try:
             segment.locations = locate_batches(segment.order, segment.plan, segment.rank, segment.maps)

@@ -102,11 +102,14 @@ class Preparer:
         """Return whether another rank waits for this one to prepare `request`."""
         return self._found is not None and self._found.requested(self._rounds(request)[0])
 
-    def prepare(self, request: Request, cancelled: Callable[[], bool], budget_s: float) -> Segment:
+    def prepare(
+        self, request: Request, cancelled: Callable[[], bool], budget_s: Callable[[], float]
+    ) -> Segment:
         """Prepare the segment for `request`, in agreement with all ranks.
 
-        Shards are opened and verified ahead for about `budget_s`; the others are opened when needed. Raises
-        the same CacheStreamError on all ranks, or Cancelled; `finish` is to be called then.
+        Shards are opened and verified ahead until about `budget_s()` seconds have passed, which is asked
+        anew after each few shards; the others are opened when needed. Raises the same CacheStreamError on all
+        ranks, or Cancelled; `finish` is to be called then.
         """
         began_s = time.monotonic()
         ranks, rounds = self._find_ranks(), self._rounds(request)
@@ -117,9 +120,16 @@ class Preparer:
                     self._wait_for_samples(len(ranks.group), cancelled)
                 if ranks.leads:
                     warn_of_skipped(self._cache)
-                until_s, size = time.monotonic() + budget_s, self._remaining(request)
+                taking_s, size = time.monotonic(), self._remaining(request)
                 with tracing.span("snapshot"):
-                    taken = self._snapshots.take(ranks, rounds[0], request, size, until_s, cancelled)
+                    taken = self._snapshots.take(
+                        ranks,
+                        rounds[0],
+                        request,
+                        size,
+                        lambda: time.monotonic() - taking_s > budget_s(),
+                        cancelled,
+                    )
                 undo.callback(taken.lease.release)
                 segment = self._make_segment(request, taken)
             except Cancelled:

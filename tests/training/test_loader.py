@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
+from cachestream.schema import IntArray
+from cachestream.training.batches.mapped_shards import EpochMaps
 from tests.support.caches import add_shard, numbered, numbers
 from tests.training.conftest import NewCache
 
@@ -304,6 +306,36 @@ def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewC
 def is_ready(loader: EpochLoader, epoch: int) -> bool:
     """Return whether a batch of `epoch` is queued."""
     return any(group.segment.request.epoch == epoch for group in tuple(loader._pipeline.schedule._groups))
+
+
+def test_a_trainer_that_waits_is_not_kept_until_all_new_shards_are_open(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = 0
+
+    def open_slowly(maps: EpochMaps, shards: IntArray, *, ahead: bool = False) -> Any:
+        nonlocal opened
+        time.sleep(0.05 * len(shards) * ahead)  # as a disk that is busy
+        opened += len(shards)
+        return open_shards(maps, shards, ahead=ahead)
+
+    open_shards = EpochMaps.open
+    monkeypatch.setattr(EpochMaps, "open", open_slowly)
+    cache = new_cache(2, 64)
+    with EpochLoader(cache, 4, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        for shard in range(100):
+            add_shard(cache, numbered(128 + 4 * shard, 4))
+        list(batches)
+        seen: list[int] = []
+        while loader.stats.epoch_samples < 528:
+            seen.clear()
+            for _ in loader:
+                seen.append(opened)
+                time.sleep(0.02)  # so that the next epoch is prepared before it is waited for
+    # All of them take 5 s, and no batch needs more than a few.
+    assert seen[0] < 90
 
 
 # --- keys
