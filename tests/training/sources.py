@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,16 @@ class Numbered:
 
 
 class Slow(Numbered):
-    """The same samples, one after the other."""
+    """The same samples, one unit after the other; the second half waits until the file `gate` is there."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         time.sleep(0.015)
+        while 2 * unit >= self.num_units and not self.gate.exists():
+            time.sleep(0.02)
         yield from super().read(unit, rng)
 
 

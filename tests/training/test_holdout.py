@@ -213,14 +213,16 @@ def test_of_an_endless_source_as_large_a_part_is_held_out(tmp_path: Path) -> Non
 
 
 def test_a_loader_that_asks_midway_and_processes_that_are_killed_lose_and_double_nothing(
-    cache: Cache,
+    cache: Cache, tmp_path: Path
 ) -> None:
-    with cs.start_worker(cache, Slow(), num_workers=2, shard_size="20kB") as worker:
+    gate = tmp_path / "held out"
+    with cs.start_worker(cache, Slow(gate), num_workers=2, shard_size="20kB", order="sequential") as worker:
         for share in (0.1, 0.3, 0.5, 0.7):
             wait_until(lambda share=share: cache.num_samples > share * COUNT, "more samples come")  # type: ignore[misc]
             if share == 0.3:
                 with EpochLoader(cache, 8, split="train", holdout=SHARE) as loader:
                     assert set(numbers(loader)) <= TRAIN
+                gate.touch()
             for pid in sampling_pids(cache):
                 with suppress(ProcessLookupError):  # it may have ended by itself
                     os.kill(pid, signal.SIGKILL)
