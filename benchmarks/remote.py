@@ -30,9 +30,9 @@ def main() -> None:
             data[:4] = np.frombuffer(np.uint32(i).tobytes(), np.uint8)
             (bucket / f"{i:06d}.bin").write_bytes(data.tobytes())
         with run_proxy(server.port, latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S) as proxy:
+            begun_s = time.perf_counter()
             source = cs.open_source("s3://arrays", storage_options=server.options_through(proxy.port))
             cache = cs.Cache(folder / "cache", size_limit="4GB")
-            begun_s = time.perf_counter()
             with cs.start_worker(cache, source, num_workers=4):
                 cache.wait(1, timeout_s=60)
                 first_s = time.perf_counter()
