@@ -416,6 +416,8 @@ def _begin(server: ForkServer) -> Supervisor | None:
     except CacheStreamError as error:
         write_frame(answer, error)
         return None
+    except BrokenPipeError:
+        return None  # the caller has died
     except Exception as error:  # a process's main: the caller gets the traceback
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise

@@ -7,6 +7,7 @@ import io
 import math
 import multiprocessing
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -21,7 +22,8 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.worker.child_process import printed_lines
-from cachestream.worker.processes import import_path
+from cachestream.worker.launch import WorkerOptions
+from cachestream.worker.processes import import_path, start_python
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     DEADLINE_S,
@@ -317,6 +319,23 @@ for pid in (ours.pid, another.pid, orphan):
 reap_orphans([another.pid])
 print(os.path.exists(f"/proc/{orphan}"), ours.wait(), another.wait())
 """
+
+
+def test_a_supervisor_whose_caller_has_died_ends_without_a_word(cache: Cache) -> None:
+    job = WorkerOptions(num_workers=1).job(cache, Numbers(10))
+    supervisor = start_python(
+        "cachestream.worker.supervisor",
+        import_path(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert supervisor.stdout is not None
+    supervisor.stdout.close()  # as a caller that is killed
+    _, said = supervisor.communicate(pickle.dumps(job), timeout=60)
+    assert (said, supervisor.returncode) == (b"", 0)
+    wait_until(lambda: not cache.has_worker(), "nothing of the worker is left")
 
 
 def test_orphans_are_waited_for_and_children_of_others_are_not() -> None:
