@@ -357,7 +357,7 @@ def test_a_rank_that_never_comes_is_named_by_the_others(new_cache: NewCache, new
 def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_deadline(
     new_cache: NewCache, new_job: NewJob
 ) -> None:
-    cache = new_cache(4, 24)
+    cache, dead = new_cache(4, 24), threading.Event()
 
     def work(rank: int, make: Callable[..., EpochLoader]) -> Any:
         loader = make(cache, 2, prefetch=1)
@@ -365,7 +365,9 @@ def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_dead
         next(batches)
         if rank == 2:
             loader.close()
+            dead.set()
             return None
+        assert dead.wait(PATIENCE_S)  # while it lives, it agrees on all epochs that the others ask for
         for _ in batches:
             pass
         for _ in range(2):  # rank 2 may have agreed on the next epoch before it died, but on no later one
