@@ -412,15 +412,16 @@ def _begin(server: ForkServer) -> Supervisor | None:
             cache.rebuild()
             has_more = begin_or_resume(cache, job, supervisor.order)
         supervisor.start(is_complete=not has_more)
-        write_frame(answer, "ready")
     except CacheStreamError as error:
         write_frame(answer, error)
         return None
-    except BrokenPipeError:
-        return None  # the caller has died
     except Exception as error:  # a process's main: the caller gets the traceback
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
+    try:
+        write_frame(answer, "ready")
+    except BrokenPipeError:
+        return None  # the caller has died
     logger.info("started, %d left-over files removed", removed)
     detach_from_terminal()
     return supervisor
