@@ -261,7 +261,9 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         "An S3 server behind 50 ms of latency and 40 MB/s, objects of 100 kB, four processes.",
         (
             Figure("share_of_bandwidth", "share of the bandwidth used by the filling", target=0.9),
-            Figure("first_sample_s", "first sample after the call of `open_source`", "s"),
+            Figure(
+                "first_sample_s", "first sample after the call of `open_source`, which loads the driver", "s"
+            ),
         ),
     ),
     "trace": Benchmark(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
 from cachestream.schema import IntArray
+from cachestream.training import pipeline
 from cachestream.training.batches.mapped_shards import EpochMaps
 from tests.support.caches import add_shard, numbered, numbers
 from tests.training.conftest import NewCache
@@ -311,31 +313,30 @@ def is_ready(loader: EpochLoader, epoch: int) -> bool:
 def test_a_trainer_that_waits_is_not_kept_until_all_new_shards_are_open(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = 0
+    monkeypatch.setattr(pipeline, "_URGENT_OPEN_S", 0.0)
+    opened: list[int] = []
+    begun, open_shards = threading.Event(), EpochMaps.open
+    # Every epoch is of 32 other shards.
+    with EpochLoader(new_cache(96, 4), 4, epoch_size=128, prefetch=1) as loader:
+        schedule = loader._pipeline.schedule
 
-    def open_slowly(maps: EpochMaps, shards: IntArray, *, ahead: bool = False) -> Any:
-        nonlocal opened
-        time.sleep(0.05 * len(shards) * ahead)  # as a disk that is busy
-        opened += len(shards)
-        return open_shards(maps, shards, ahead=ahead)
+        def open_when_waited_for(maps: EpochMaps, shards: IntArray, *, ahead: bool = False) -> Any:
+            running = schedule.gathering
+            if ahead and schedule._chain.next.epoch == 1 and (running is None or maps is not running.maps):
+                opened.append(len(shards))
+                begun.set()
+                give_up = time.monotonic() + 60
+                while not schedule.urgent():
+                    assert time.monotonic() < give_up
+                    time.sleep(0.001)
+            return open_shards(maps, shards, ahead=ahead)
 
-    open_shards = EpochMaps.open
-    monkeypatch.setattr(EpochMaps, "open", open_slowly)
-    cache = new_cache(2, 64)
-    with EpochLoader(cache, 4, prefetch=1) as loader:
-        batches = iter(loader)
-        next(batches)
-        for shard in range(100):
-            add_shard(cache, numbered(128 + 4 * shard, 4))
-        list(batches)
-        seen: list[int] = []
-        while loader.stats.epoch_samples < 528:
-            seen.clear()
-            for _ in loader:
-                seen.append(opened)
-                time.sleep(0.02)  # so that the next epoch is prepared before it is waited for
-    # All of them take 5 s, and no batch needs more than a few.
-    assert seen[0] < 90
+        monkeypatch.setattr(EpochMaps, "open", open_when_waited_for)
+        for number, _ in enumerate(loader, 1):
+            if number == 31:  # the preparation has begun before the trainer waits for it
+                assert begun.wait(60)
+        next(iter(loader))
+    assert opened == [16]
 
 
 # --- keys
