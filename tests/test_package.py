@@ -298,13 +298,13 @@ def test_the_wheel_works_from_a_bare_environment(
     venv.create(home, with_pip=False, symlinks=True)
     python = str(home / "bin" / "python")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=300, check=False)
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(install, env=bare, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (site,) = (home / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
     code = "import cachestream; print(cachestream.__version__, cachestream.__file__)"
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     version, where = run_python(code, python, tmp_path, bare).split()
     assert version == cachestream.__version__
     assert Path(where).is_relative_to(home)

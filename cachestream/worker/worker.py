@@ -103,7 +103,8 @@ class Worker:
             if state.phase in ("complete", "full") or last not in (0, first):
                 warn_of_skipped(self.cache)
                 return True
-            if not (alive or self.is_alive() or (self._monitor is not None and self._monitor.will_replace())):
+            # In this order: a worker that is replaced in between is found alive by the last call.
+            if not (alive or (self._monitor is not None and self._monitor.will_replace()) or self.is_alive()):
                 break
         else:
             raise WorkerTimeoutError(

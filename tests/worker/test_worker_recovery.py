@@ -24,6 +24,7 @@ from cachestream.errors import CacheError
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import Board
 from cachestream.worker import attachments, health
+from cachestream.worker.attachments import WorkerMonitor
 from cachestream.worker.health import SystemErrors
 from cachestream.worker.supervisor import Supervisor
 from tests.worker.sources import Numbers, Switched
@@ -158,6 +159,24 @@ def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it(
     told = of_cachestream(caplog)
     assert f"its worker (pid {first}) ended without a word" in told
     assert "another worker fills it now" in told
+
+
+def test_a_worker_that_is_replaced_between_two_looks_is_waited_for(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = WorkerMonitor.will_replace
+
+    def late_look(monitor: WorkerMonitor) -> bool:
+        wait_until(cache.has_worker, "another one is there")
+        return look(monitor)
+
+    monkeypatch.setattr(WorkerMonitor, "will_replace", late_look)
+    source = Numbers(400, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(1, DEADLINE_S)
+        kill(cache)
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
 
 
 def test_a_killed_supervisor_is_replaced_for_the_loader_of_a_stream(
