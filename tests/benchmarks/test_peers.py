@@ -20,7 +20,7 @@ TINY = {name: scaled(name, 0.02) for name in WORKLOADS}
 OURS = [entry for entry in ENTRIES if entry.kind == "ours"]
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", [pytest.param("A", marks=pytest.mark.slow), "B"])
 def test_our_loaders_deliver_every_sample_of_a_workload_in_every_epoch(name: str, tmp_path: Path) -> None:
     work = TINY[name]
     ours.prepare(tmp_path / "cache", work)
@@ -29,6 +29,7 @@ def test_our_loaders_deliver_every_sample_of_a_workload_in_every_epoch(name: str
             assert all(rate > 0 for rate in epoch_rates(epochs, work, enough_s=0))
 
 
+@pytest.mark.slow
 def test_figures_come_from_processes_and_what_failed_is_left_out(tmp_path: Path) -> None:
     from benchmarks.peers.__main__ import measure  # loads what draws the page
 

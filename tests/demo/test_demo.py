@@ -106,6 +106,7 @@ def test_a_killed_demo_takes_its_ranks_and_its_worker_with_it(tmp_path: Path) ->
         wait_until(lambda: not cache.has_worker(), "the worker ends")
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     reason = r"rank \d: SourceError: .*held-out: no such file or folder"
     with pytest.raises(EpochError, match=reason):

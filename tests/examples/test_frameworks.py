@@ -105,6 +105,7 @@ def cached(folder: Path) -> int:
         return cache.num_samples
 
 
+@pytest.mark.slow
 def test_the_example_for_lightning_trains_two_processes(remote: Path, run: Run) -> None:
     first = epochs(run("lightning_ddp", remote, "cache", "--epochs", "2"))
     assert [number for number, _ in first] == [0, 1]
@@ -148,6 +149,7 @@ def test_the_example_for_the_trainer_has_equal_epochs_in_two_processes(
     assert cached(tmp_path / "cache" / "train") >= 64
 
 
+@pytest.mark.slow
 def test_the_example_for_multiprocessing_spawn_trains_two_processes(
     remote: Path, run: Run, tmp_path: Path
 ) -> None:

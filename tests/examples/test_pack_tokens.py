@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 ROOT: Final = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_of_packed_tokens_learns(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -36,6 +36,7 @@ def test_the_example_of_parquet_tells_shapes_apart(tmp_path: Path) -> None:
     assert percent(last_line("parquet_table", tmp_path)) > 60  # by chance: 33
 
 
+@pytest.mark.slow
 def test_the_example_of_tfrecords_hears_the_pitch(tmp_path: Path) -> None:
     error_hz = int(last_line("tfrecords", tmp_path).split(" Hz off")[0])
     assert error_hz < 150  # who always says the middle is 250 off

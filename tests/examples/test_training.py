@@ -33,6 +33,7 @@ def test_the_example_compares_weights_with_uniform_sampling_and_says_which_wins(
     assert len(re.findall(r": (wins|loses|makes no difference that shows)$", done.stdout, re.MULTILINE)) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_example_of_a_long_tail_compares_what_two_policies_keep() -> None:
     done = fork_script(

@@ -58,7 +58,7 @@ def put(bucket: Path, names: list[str]) -> None:
         path.write_bytes(b"x")
 
 
-@pytest.mark.parametrize("first_names", [7, 1000])
+@pytest.mark.parametrize("first_names", [7, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("where", "options"),
     [

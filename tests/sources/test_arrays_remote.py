@@ -162,6 +162,7 @@ def test_near_spans_become_one_request() -> None:
     assert merge_spans([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.zarr"])
 def test_remote_array_sources_keep_the_protocol(s3_server: S3Server, bucket: Path, name: str) -> None:
     check_source(

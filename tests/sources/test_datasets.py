@@ -112,7 +112,8 @@ def values(source: cs.Source, name: str = "x") -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["torch", pytest.param("webdataset", marks=pytest.mark.slow), "hugging face"]
+    "kind",
+    ["torch", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("webdataset", "hugging face"))],
 )
 def test_every_kind_of_iterable_keeps_the_protocol(kind: str, tmp_path: Path) -> None:
     if kind == "torch":

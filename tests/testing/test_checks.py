@@ -90,7 +90,7 @@ def test_our_sources_keep_the_protocol(
     check_source(made_by(tmp_path))
 
 
-@pytest.mark.parametrize("kind", [cs.FileSource, cs.TarSource])
+@pytest.mark.parametrize("kind", [pytest.param(cs.FileSource, marks=pytest.mark.slow), cs.TarSource])
 def test_sources_over_s3_keep_the_protocol_and_their_secrets(
     kind: Any, s3_server: S3Server, s3_bucket: Path
 ) -> None:

@@ -165,7 +165,13 @@ with Cache(sys.argv[1]) as cache, EpochLoader(cache, 4, timeout_s=2.0, batch_tra
 """
 
 
-@pytest.mark.parametrize("samples", [16, 0], ids=["between two batches", "before there is a sample"])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        pytest.param(16, id="between two batches"),
+        pytest.param(0, id="before there is a sample", marks=pytest.mark.slow),
+    ],
+)
 def test_a_trainer_that_was_stopped_is_not_late_when_it_goes_on(new_cache: NewCache, samples: int) -> None:
     """The time in which the whole process was stopped does not count as waiting."""
     cache = new_cache(1, samples) if samples else new_cache()

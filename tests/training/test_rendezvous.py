@@ -110,7 +110,7 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
         line.call(lambda store: store.check(["not there"]))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_store_whose_host_is_gone_is_an_error_that_names_it_within_the_deadline(
     how: signal.Signals, stoppable: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ def test_every_order_draws_the_selected_samples_once(new_cache: NewCache, option
             assert batch["__key__"] == [f"k{n}" for n in batch["number"].tolist()]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_dataloader_workers_have_the_selected_samples(new_cache: NewCache, start: str) -> None:
     cache = new_cache(3, 12)
     # A lambda cannot be pickled: the workers get the rows.

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 
 import cachestream as cs
@@ -87,6 +88,7 @@ def test_ranks_select_and_pack_by_tokens_in_equal_steps_and_go_on_from_one_state
             assert set(together) <= {n for n in numbers if length_of(n) <= 30}
 
 
+@pytest.mark.slow
 def test_ranks_of_a_cache_that_evicts_by_weight_keep_the_heaviest(tmp_path: Path) -> None:
     heavy = set(range(0, LESS.num_units, 40))
     options = {

@@ -118,7 +118,8 @@ def test_a_trainer_that_was_killed_holds_up_nobody(cache: cs.Cache) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_two_ranks_see_all_of_the_remote_together_from_one_cache_or_one_each(
     tmp_path: Path, nodes: int
 ) -> None:

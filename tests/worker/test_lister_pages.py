@@ -231,6 +231,7 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
         cache.recover()
 
 
+@pytest.mark.slow
 def test_when_the_catalogue_is_lost_in_mid_listing_what_is_cached_is_not_fetched_again(
     cache: Cache, remote: Remote, processes: Processes
 ) -> None:
@@ -247,6 +248,7 @@ def test_when_the_catalogue_is_lost_in_mid_listing_what_is_cached_is_not_fetched
     assert only_once(cache) == keys
 
 
+@pytest.mark.slow
 def test_a_start_on_a_complete_cache_finds_objects_that_were_added_and_rests_if_there_are_none(
     cache: Cache, s3_proxy: FaultyProxy, tmp_path: Path
 ) -> None:
@@ -286,6 +288,7 @@ def trained(cache: Cache, **options: Any) -> list[list[str]]:
         return [batch["__key__"] for batch in loader]
 
 
+@pytest.mark.slow
 def test_epochs_over_a_pass_that_grew_come_back_byte_for_byte_in_other_caches_and_processes(
     cache: Cache, remote: Remote, tmp_path: Path
 ) -> None:

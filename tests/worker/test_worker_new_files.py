@@ -66,7 +66,15 @@ def fill(cache: Cache, folder: Path, options: dict[str, Any]) -> int:
     return units
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "files",
+        "tars",
+        "tfrecords",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("visits", "row groups")),
+    ],
+)
 def test_files_that_come_among_others_are_all_that_is_read(cache: Cache, tmp_path: Path, kind: str) -> None:
     ending, write, options, a_file, samples = KINDS[kind]
     folder = tmp_path / ending

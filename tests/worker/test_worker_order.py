@@ -116,7 +116,10 @@ def test_a_catalogue_that_is_lost_before_anything_is_cached_costs_no_sample(cach
 ASKED_AGAIN = 1
 
 
-@pytest.mark.parametrize("order", ["shuffle", "sampler", pytest.param("curriculum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "order",
+    ["shuffle", *(pytest.param(order, marks=pytest.mark.slow) for order in ("sampler", "curriculum"))],
+)
 def test_the_caches_of_all_nodes_hold_every_sample_once(order: str, tmp_path: Path) -> None:
     source = Numbers(100, 2)
     orders: dict[str, Any] = {

@@ -188,6 +188,7 @@ def test_an_mds_source_keeps_the_protocol(options: dict[str, Any]) -> None:
     check_source(lambda: MDSSource(MDS, columns=STORABLE, **options))
 
 
+@pytest.mark.slow
 def test_an_mds_source_over_s3_keeps_the_protocol_and_its_secrets(
     s3_server: S3Server, s3_bucket: Path
 ) -> None:

@@ -154,9 +154,10 @@ def test_replicas_that_go_with_a_cache_are_made_of_those_that_are_left(
     assert set(evicts.shards) == kept  # what it has no space for does not come again
 
 
-def test_all_interleavings_of_two_caches_end_with_all_samples_once() -> None:
+@pytest.mark.parametrize("length", [4, pytest.param(5, marks=pytest.mark.slow)])
+def test_all_interleavings_of_two_caches_end_with_all_samples_once(length: int) -> None:
     steps = [("a", "sync"), ("b", "sync"), ("a", "make"), ("b", "make"), ("b", "ask"), ("b", "arrive")]
-    for chosen in itertools.product(steps, repeat=5):
+    for chosen in itertools.product(steps, repeat=length):
         group = GroupModel(Units((2, 1, 1)), ("a", "b"))
         group.sync("a")
         group.members["a"].make(1)

@@ -107,15 +107,14 @@ def actor_pids(cluster: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("source", "transform"),
     [
-        (Named(40, 5), with_noise),
-        (Named(200, 2), with_faults),
-        (Named(40, 5), in_windows),
-        (Tables(5, 100), None),
-        (Ragged(30, 3), None),
-        (Numbers(3, 4, 3_000_000), None),
-        (Named(40, 5), cs.pack_tokens(29, "x", eos=256)),
+        pytest.param(Named(40, 5), with_noise, id="noise", marks=pytest.mark.slow),
+        pytest.param(Named(200, 2), with_faults, id="faults"),
+        pytest.param(Named(40, 5), in_windows, id="windows", marks=pytest.mark.slow),
+        pytest.param(Tables(5, 100), None, id="tables", marks=pytest.mark.slow),
+        pytest.param(Ragged(30, 3), None, id="ragged", marks=pytest.mark.slow),
+        pytest.param(Numbers(3, 4, 3_000_000), None, id="large", marks=pytest.mark.slow),
+        pytest.param(Named(40, 5), cs.pack_tokens(29, "x", eos=256), id="packed", marks=pytest.mark.slow),
     ],
-    ids=["noise", "faults", "windows", "tables", "ragged", "large", "packed"],
 )
 def test_the_samples_are_those_of_a_local_worker(
     cache: Cache, locally: Fill, source: Any, transform: Any
@@ -139,6 +138,7 @@ def test_files_are_read_by_actors_and_counted(cache: Cache, locally: Fill, tmp_p
     assert counted.fetched_bytes >= sum(path.stat().st_size for path in tmp_path.glob("*.npy"))
 
 
+@pytest.mark.slow
 def test_texts_of_a_listing_that_goes_on_are_packed_once_though_an_actor_is_killed(
     cache: Cache, cluster: Any, locally: Fill, tmp_path: Path
 ) -> None:
@@ -159,6 +159,7 @@ def test_texts_of_a_listing_that_goes_on_are_packed_once_though_an_actor_is_kill
     assert (samples_of(cache), failures(cache)) == locally(open_texts(), transform=packing)
 
 
+@pytest.mark.slow
 def test_a_condition_selects_of_a_split_that_actors_have_filled(tmp_path: Path, processes: Processes) -> None:
     found = {}
     with closing(Cache(tmp_path / "cache", size_limit="50MB", min_free=0)) as cache:
@@ -171,6 +172,7 @@ def test_a_condition_selects_of_a_split_that_actors_have_filled(tmp_path: Path, 
     assert found["held-out"]
 
 
+@pytest.mark.slow
 def test_plug_ins_decode_in_actors_and_are_missed_where_they_are_not_installed(
     cache: Cache, locally: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +226,7 @@ def test_an_actor_that_is_killed_loses_nothing(cache: Cache, cluster: Any) -> No
     assert not cache.status().failures
 
 
+@pytest.mark.slow
 def test_a_unit_that_ends_its_process_is_left_out_and_the_rest_arrives(cache: Cache) -> None:
     source = Named(40, 2)
     fill(cache, source, num_workers=2, transform=with_killer, **OPTIONS)
@@ -231,6 +234,7 @@ def test_a_unit_that_ends_its_process_is_left_out_and_the_rest_arrives(cache: Ca
     assert failures_of(cache) == {"quarantined": 1}
 
 
+@pytest.mark.slow
 def test_the_sampling_process_is_killed(cache: Cache, cluster: Any, tmp_path: Path) -> None:
     source = Named(80, 3)
     slow = functools.partial(slow_in_one_process, mark=str(tmp_path / "slow"), pause_s=0.05, factor=1)
@@ -243,6 +247,7 @@ def test_the_sampling_process_is_killed(cache: Cache, cluster: Any, tmp_path: Pa
     wait_until(lambda: not actor_pids(cluster), "no actor is left")
 
 
+@pytest.mark.slow
 def test_a_slow_actor_does_not_hold_up_the_others(cache: Cache, tmp_path: Path) -> None:
     """One of four processes takes 20 times as long for each sample, and others do its work at the end."""
     slow = functools.partial(slow_in_one_process, mark=str(tmp_path / "slow"), pause_s=0.05, factor=20)
@@ -256,6 +261,7 @@ def test_a_slow_actor_does_not_hold_up_the_others(cache: Cache, tmp_path: Path) 
     assert took_s < 240 * 0.05 / 3 + 8.0  # 60 s if the slow one did a quarter
 
 
+@pytest.mark.slow
 def test_a_hanging_unit_is_left_out(cache: Cache) -> None:
     source = Named(20, 1)
     fill(cache, source, num_workers=2, transform=with_hanging, hang_timeout_s=2.0, **OPTIONS)
@@ -263,6 +269,7 @@ def test_a_hanging_unit_is_left_out(cache: Cache) -> None:
     assert failures_of(cache) == {"quarantined": 1}
 
 
+@pytest.mark.slow
 def test_a_unit_whose_remote_does_not_answer_is_put_aside(cache: Cache, tmp_path: Path) -> None:
     (switch := tmp_path / "switch").write_text("3 4")
     source = Mute(20, 2, switch=str(switch))
@@ -275,6 +282,7 @@ def test_a_unit_whose_remote_does_not_answer_is_put_aside(cache: Cache, tmp_path
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.slow
 def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Processes) -> None:
     source = Named(400, 2, nbytes=20_000)
     with closing(Cache(tmp_path / "cache", size_limit="4MB", min_free=0)) as cache, in_use(cache):

@@ -140,6 +140,7 @@ def test_the_limit_holds_while_shards_come(members: Members, tmp_path: Path) -> 
     only_once(small)
 
 
+@pytest.mark.slow
 def test_a_cache_that_joins_full_ones_reads_nothing_that_they_hold(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path, nbytes=20_000)
     for _ in range(2):
@@ -160,6 +161,7 @@ def test_a_cache_that_joins_full_ones_reads_nothing_that_they_hold(members: Memb
     assert not read & held, (len(read), len(held), log_of(late))
 
 
+@pytest.mark.slow
 def test_a_full_cache_stops_though_the_others_make_everything(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path, nbytes=20_000)
     members.start(source)
@@ -260,6 +262,7 @@ def kill_supervisor_of(members: Members, index: int) -> None:
     wait_until(lambda: not cache.has_worker(), "the supervisor is gone")
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_set_aside_and_made_again(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path)
     first = members.start(source)
@@ -290,6 +293,7 @@ def test_what_a_holder_evicts_is_made_again(members: Members, tmp_path: Path) ->
     only_once(first)
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_stopped_comes_back_with_nothing_twice(
     members: Members, tmp_path: Path, processes: Processes
 ) -> None:
@@ -310,6 +314,7 @@ def test_a_cache_that_was_stopped_comes_back_with_nothing_twice(
     members.wait(source.keys())
 
 
+@pytest.mark.slow
 def test_the_actor_of_the_group_is_killed(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path, pause_s=0.02)
     for _ in range(2):
