@@ -339,6 +339,8 @@ def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:
         ({"columns": ["y"]}, "no column 'y'; there are x, n, l, s"),
         ({"columns": ["s.b"]}, "no column 's.b'"),
         ({"columns": ["x.b"]}, "no column 'x.b'"),
+        ({"nulls": {"y": 0}}, "nulls= names 'y'; the fields are x, n, l, s.a"),
+        ({"decode_images": ["s"]}, "decode_images= names 's'; the fields are x"),
         ({"columns": "x"}, "give a list of names"),
         ({"columns": []}, "give a list of names"),
         ({"columns": ["n"]}, "nothing but nulls"),

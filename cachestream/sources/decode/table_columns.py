@@ -55,9 +55,10 @@ class ColumnOptions:
 
         `of_parquet`: a name may be that of a member of a struct column, "column.member", and the index of
         pandas is left out. Raises ConfigError for columns that are missing, that become one field, or that
-        have no field.
+        have no field, and for names in `nulls` or `decode_images` that are no fields.
         """
         arrow, names = load_arrow(), self.columns
+        self._check_names(arrow, schema, where)
         if names is None:
             names = [name for name in schema.names if not (of_parquet and _PANDAS_INDEX.fullmatch(name))]
         known = {*schema.names}
@@ -76,6 +77,17 @@ class ColumnOptions:
         tops = [name if name in known else name.partition(".")[0] for name in there]
         part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
         return Columns(arrow, part, self), tuple(there)
+
+    def _check_names(self, arrow: Any, schema: Any, where: str) -> None:
+        """Raise ConfigError for a name in an option that no column becomes."""
+        fields = [name for one in schema for name in _names_of(arrow.types, one.name, one.type)]
+        images = () if isinstance(self.decode_images, bool) else self.decode_images
+        for option, names in (("nulls", self.nulls or ()), ("decode_images", images)):
+            for name in names:
+                if name not in fields and name not in self.defaults:
+                    raise ConfigError(
+                        f"{where}: {option}= names '{name}'; the fields are {', '.join(fields)}"
+                    )
 
 
 def same_columns(schema: Any, other: Any) -> bool:
