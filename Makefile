@@ -56,7 +56,7 @@ docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:80
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
 	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 $(PYTEST_ARGS)
 
-soak: $(VENV)/.ready-dev  ## the tests that take minutes, more examples of all others, and planted faults
+soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, and planted faults
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o faulthandler_timeout=7300 $(PYTEST_ARGS)
 
 # In a copy of the package: what is built here must not be what the other targets run with.

@@ -30,6 +30,7 @@ OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver 
 # At least as many as there can be requests: a wait for a free connection would count as a late answer.
 MAX_CONNECTIONS: Final = 256
 LIST_ATTEMPTS: Final = 4
+_S3: Final = ("s3", "s3a")
 
 # Values under these names may be shown; all others in storage_options may be secrets.
 _PUBLIC_OPTIONS: Final = frozenset(
@@ -72,6 +73,37 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
         **options,
         "config_kwargs": {**config, **(options.get("config_kwargs") or {})},
     }
+
+
+def load_driver(protocol: str) -> None:
+    """Load the driver of `protocol`, and what its filesystems share, for this process and its forks."""
+    fsspec.get_filesystem_class(protocol)
+    if protocol in _S3:
+        _s3_descriptions()
+
+
+@functools.cache
+def _s3_descriptions() -> Any:
+    """Return botocore's loader of the descriptions of S3's API, which keeps what it has parsed.
+
+    Each session has its own loader, which parses them in 70 ms of a processor for its first client.
+    """
+    from aiobotocore.session import AioSession
+
+    loader = AioSession().get_component("data_loader")
+    for kind in ("service-2", "endpoint-rule-set-1"):
+        loader.load_service_model("s3", kind)
+    loader.load_data("endpoints")
+    return loader
+
+
+def _share_descriptions(filesystem: Any) -> None:
+    """Give a filesystem of s3fs a session with the descriptions of the others, unless the user gave one."""
+    from aiobotocore.session import AioSession
+
+    if filesystem.session is None:
+        filesystem.session = AioSession(**filesystem.kwargs)
+        filesystem.session.register_component("data_loader", _s3_descriptions())
 
 
 def _close_session(loop: asyncio.AbstractEventLoop, session: Any) -> None:
@@ -143,7 +175,7 @@ class Remote:
 
     @property
     def is_s3(self) -> bool:
-        return self.protocol in ("s3", "s3a") and "::" not in self._url
+        return self.protocol in _S3 and "::" not in self._url
 
     @property
     def has_versions(self) -> bool:
@@ -187,6 +219,7 @@ class Remote:
                 if self.is_s3:
                     filesystem.retries = 1  # botocore makes the attempts; both together would multiply
                     filesystem.close_session = _close_session
+                    _share_descriptions(filesystem)
                     filesystem.connect()
             except (TypeError, KeyError) as error:
                 reason = redact_text(str(error), self.secrets)

@@ -215,10 +215,10 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
 def _load(protocols: Collection[str]) -> None:
     if not protocols:
         return
-    fsspec = importlib.import_module("fsspec")
+    remote = importlib.import_module("cachestream.transport.remote")
     for protocol in protocols:
         with suppress(Exception):  # the process that needs the driver reports the error
-            fsspec.get_filesystem_class(protocol)
+            remote.load_driver(protocol)
 
 
 def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, parent: int) -> int:

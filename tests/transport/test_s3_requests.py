@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
+from aiobotocore.session import AioSession
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -235,6 +236,15 @@ def test_no_secret_is_in_what_is_known_of_a_bucket(bucket: Bucket, s3_server: S3
         "range",
         "if-match",
     }
+
+
+def test_filesystems_share_the_descriptions_of_the_api_and_nothing_else(s3_server: S3Server) -> None:
+    one, other = (Remote("s3://a", s3_server.storage_options).driver().filesystem for _ in range(2))
+    assert one.session is not other.session
+    assert one.session.get_component("data_loader") is other.session.get_component("data_loader")
+    mine = AioSession()
+    options = {**s3_server.storage_options, "session": mine}
+    assert Remote("s3://a", options).driver().filesystem.session is mine
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30))
