@@ -149,7 +149,6 @@ def test_the_example_for_the_trainer_has_equal_epochs_in_two_processes(
     assert cached(tmp_path / "cache" / "train") >= 64
 
 
-@pytest.mark.slow
 def test_the_example_for_multiprocessing_spawn_trains_two_processes(
     remote: Path, run: Run, tmp_path: Path
 ) -> None:
