@@ -242,10 +242,10 @@ class Hdf5Array:
                     self._open()
                 yield self._opened
             except Exception as error:
-                cause = self._metadata.error if self._metadata is not None else None
+                metadata = self._metadata
                 self._close()
-                if cause is not None:
-                    raise cause from None  # HDF5 replaces errors of the network by its own
+                if metadata is not None:
+                    metadata.raise_error()  # HDF5 replaces errors of the network by its own
                 if isinstance(error, CacheStreamError) or classify(error) != "other":
                     raise
                 reason = f"{type(error).__name__}: {error}"[:300]

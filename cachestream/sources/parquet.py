@@ -81,7 +81,7 @@ class Footer:
             table = parquet.ParquetFile(unread, metadata=self.metadata, buffer_size=1, pre_buffer=False)
             next(table.iter_batches(1, [group], list(self.names), use_threads=False), None)
         except Exception as error:
-            if unread.error is None:
+            if not unread.was_read:
                 raise malformed(self.file.shown, error) from error
 
     def _chunk(self, column: Any) -> ColumnChunk:
@@ -97,12 +97,11 @@ class Footer:
 class _UnreadableFile(SeekableFile):
     """A file whose reads fail."""
 
-    def __init__(self, file: RemoteObject) -> None:
-        super().__init__(file, ())
+    was_read = False
 
     def read(self, size: int = -1) -> memoryview:
-        self.error = EOFError(f"{size} bytes")
-        raise self.error
+        self.was_read = True
+        raise EOFError(f"{size} bytes")
 
 
 class Footers:
@@ -350,8 +349,7 @@ class ParquetSource(SampleFiles):
             ):
                 yield (batch.num_rows, *footer.columns.fields(batch))
         except Exception as error:
-            if file.error is not None:
-                raise file.error from None
+            file.raise_error()
             if isinstance(error, CacheStreamError | ChangedError) or classify(error) != "other":
                 raise
             raise malformed(where, error) from error

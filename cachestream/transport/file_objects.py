@@ -24,8 +24,6 @@ class SeekableFile(io.RawIOBase):
 
     `spans` are fetched in the constructor; a read inside a span returns a view of its memory, without a copy.
     For small reads elsewhere, of metadata, the last used blocks are kept; large ones fetch their own bytes.
-
-    `error` is the exception that a read raised: libraries in C report only that a read failed.
     """
 
     def __init__(self, file: RemoteObject, spans: Sequence[Span] = ()) -> None:
@@ -35,7 +33,7 @@ class SeekableFile(io.RawIOBase):
         merged = [span for span, _ in merge_spans(spans)]
         self._held = list(zip(merged, file.read_spans(merged), strict=True))
         self._block = lru_cache(MAX_BLOCKS)(partial(_read_block, file, self._size_bytes))
-        self.error: Exception | None = None
+        self._error: Exception | None = None
 
     def readable(self) -> bool:
         return True
@@ -59,10 +57,20 @@ class SeekableFile(io.RawIOBase):
         try:
             data = self._bytes(start, stop)
         except Exception as error:
-            self.error = error
+            self._error = error
             raise
         self._position = stop
         return data
+
+    def raise_error(self) -> None:
+        """Raise the exception that a read raised, if one did: libraries in C report only that a read failed.
+
+        The file does not keep it. Its traceback refers to the file, and the garbage collector does not see
+        the references of such libraries.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error from None
 
     def readall(self) -> bytes:
         return bytes(self.read())
@@ -105,6 +113,5 @@ def open_file(
             try:
                 yield file
             except Exception:
-                if raw.error is not None:  # libraries replace it by one of their own
-                    raise raw.error from None
+                raw.raise_error()  # libraries replace it by one of their own
                 raise

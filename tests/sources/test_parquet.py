@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import gc
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from cachestream.sources import parquet
 from cachestream.sources.open import open_source
 from cachestream.sources.parquet import ParquetSource
 from cachestream.testing.checks import check_source
+from cachestream.transport.file_objects import SeekableFile
 from tests.sources.reading import read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
@@ -294,6 +296,20 @@ def test_a_large_row_group_comes_in_pieces_and_batches(
     assert peak + arrow_peak < 8 << 20  # of 20 MB
 
 
+def open_files() -> int:
+    """Return how many files for pyarrow are in memory, each with a row group."""
+    gc.collect()
+    return sum(isinstance(one, SeekableFile) for one in gc.get_objects())
+
+
+def test_nothing_of_a_row_group_stays_in_memory(tmp_path: Path) -> None:
+    pq.write_table(wide_table(1000), tmp_path / "a.parquet", row_group_size=100)
+    source = ParquetSource(str(tmp_path))
+    before = open_files()
+    assert len(read_all(source)) == 1000
+    assert open_files() == before
+
+
 def test_footers_are_read_again_when_too_many_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,3 +572,19 @@ def test_an_outage_in_a_row_group_is_unavailable_and_secrets_show_nowhere(
     shown += [key for key, _ in source.read(1, RNG)]
     assert len(shown) == 54
     assert not [text for text in shown if "CANARY" in text]
+
+
+def test_a_row_group_whose_pieces_do_not_come_does_not_stay_in_memory(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "PREFETCH_BYTES", 0)
+    pq.write_table(wide_table(100), s3_bucket / "a.parquet", row_group_size=50)
+    source = ParquetSource(
+        f"s3://{s3_bucket.name}/a.parquet", storage_options=s3_server.options_through(s3_proxy.port)
+    )
+    before = open_files()
+    s3_proxy.refuse()
+    for unit in range(2):
+        with pytest.raises(SourceError, match="does not answer at present"):
+            list(source.read(unit, RNG))
+    assert open_files() == before

@@ -17,7 +17,14 @@ import numpy.typing as npt
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import Field, Schema, storage_of
 from cachestream.shard_format import KEYS, ColumnData, ShardContent, column_data
-from cachestream.worker.sampling.encode import Column, Table, item_bytes, joined, stored_shape
+from cachestream.worker.sampling.encode import (
+    SMALL_BYTES,
+    Column,
+    Table,
+    item_bytes,
+    joined,
+    stored_shape,
+)
 
 Votes = list[tuple[Schema, int]]  # how many samples have which schema
 
@@ -49,11 +56,13 @@ class _ColumnBuilder:
     def append(self, column: Column, shape: tuple[int, ...]) -> int:
         """Append values of one shape; returns their bytes. After a MemoryError the builder is as before."""
         is_single = len(column) == 1 and not isinstance(column, np.ndarray)
+        if len(column) > 1 and not isinstance(column, np.ndarray) and len(column[0]) > SMALL_BYTES:
+            self._reserve(self._size + sum(map(len, column)))  # no part of the column is left after an error
+            return sum([self.append((value,), shape) for value in column])
         data = column[0] if is_single else joined(column)
         nbytes = len(data)
         stop = self._size + nbytes
-        if stop > len(self._memory):
-            self._grow(stop)
+        self._reserve(stop)
         if nbytes <= _AT_ONCE_BYTES:
             self._memory[self._size : stop] = data if isinstance(data, bytes) else data.data
         else:
@@ -68,10 +77,11 @@ class _ColumnBuilder:
                 self._count((len(value), shape), 1)
         return nbytes
 
-    def _grow(self, nbytes: int) -> None:
-        grown = np.empty(max(nbytes, 2 * len(self._data)), np.uint8)
-        grown[: self._size] = self.view
-        self._data, self._memory = grown, grown.data
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes > len(self._memory):
+            grown = np.empty(max(nbytes, 2 * len(self._data)), np.uint8)
+            grown[: self._size] = self.view
+            self._data, self._memory = grown, grown.data
 
     def _count(self, run: tuple[int, tuple[int, ...]], count: int) -> None:
         if self._runs and self._runs[-1] == run:

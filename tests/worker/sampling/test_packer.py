@@ -170,6 +170,8 @@ def test_a_table_for_which_there_is_no_memory_leaves_the_shard_as_it_was(tmp_pat
     texts, numbers = table.columns[1], table.columns[0]
     with pytest.raises(MemoryError):
         packer.add(replace(table, columns=(numbers, texts, HUGE.reshape(2, -1))), None)
+    with pytest.raises(MemoryError):
+        packer.add(replace(table, columns=(numbers, [bytes(10_000), HUGE], table.columns[2])), None)
     packer.add(table.cut(1, 2), None)
     shard = write(packer, tmp_path / "shard")
     assert shard.keys() == ["a", "b", "b"]
