@@ -31,7 +31,7 @@ class SeekableFile(io.RawIOBase):
         self._size_bytes = file.look().size_bytes
         self._position = 0
         merged = [span for span, _ in merge_spans(spans)]
-        self._held = list(zip(merged, file.read_spans(merged), strict=True))
+        self._held = list(zip(merged, file.read_spans(merged), strict=True)) if merged else []
         self._block = lru_cache(MAX_BLOCKS)(partial(_read_block, file, self._size_bytes))
         self._error: Exception | None = None
 

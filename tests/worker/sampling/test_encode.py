@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from cachestream.errors import SampleError, SchemaMismatchError
 from cachestream.shard_format import encode_header
 from cachestream.sources.base import Rows
-from cachestream.worker.sampling.encode import to_record, to_table
+from cachestream.worker.sampling.encode import decode_key, encode_key, encode_keys, to_record, to_table
 from cachestream.worker.sampling.packer import Packer
 
 DTYPES = [
@@ -234,3 +234,10 @@ def test_keys_that_are_no_str_are_refused() -> None:
     keys: Any = ["0", 1]
     with pytest.raises(SampleError, match="a key of its rows is no str"):
         to_table(Rows(keys, {"x": np.zeros(2)}))
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=[]) | st.just("\0"))))
+def test_many_keys_are_encoded_as_each_of_them(keys: list[str]) -> None:
+    found = encode_keys(keys)
+    assert found == [encode_key(key) for key in keys]
+    assert [decode_key(key) for key in found] == keys
