@@ -7,6 +7,7 @@ agree.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -73,8 +74,8 @@ class _ColumnBuilder:
         elif isinstance(column, np.ndarray):
             self._count((column.shape[1], shape), len(column))
         else:
-            for value in column:
-                self._count((len(value), shape), 1)
+            for size, alike in itertools.groupby(map(len, column)):
+                self._count((size, shape), sum(1 for _ in alike))
         return nbytes
 
     def _reserve(self, nbytes: int) -> None:
