@@ -12,10 +12,13 @@ Feistel networks over tiny domains reach few of the n! permutations.
 from __future__ import annotations
 
 import math
-from typing import Final
+from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import SeedSequence
+from numpy.random.bit_generator import ISpawnableSeedSequence
 
 IntArray = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]
@@ -41,6 +44,33 @@ def mix_key(*parts: int) -> int:
     for part in parts:
         state = _splitmix(state ^ _splitmix(part & _MASK))
     return state
+
+
+class _KeySeed(ISpawnableSeedSequence):
+    """A seed of which Philox makes the key `key`; its children are those of `SeedSequence(key)`."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> npt.NDArray[Any]:
+        return np.array([self._key, *[0] * (n_words - 1)], dtype)
+
+    @cached_property
+    def _sequence(self) -> SeedSequence:
+        return SeedSequence(self._key)
+
+    def spawn(self, n_children: int) -> list[Any]:
+        return self._sequence.spawn(n_children)
+
+
+def keyed_generator(key: int) -> np.random.Generator:
+    """A generator for a 64-bit key: it draws the numbers of `np.random.Philox(key=key)`.
+
+    That constructor also takes a seed from the system, which costs more than everything else, and releases the
+    interpreter's lock.
+    """
+    seed: Any = _KeySeed(key)  # documented as an argument of Philox, but not in its annotations
+    return np.random.Generator(np.random.Philox(seed))
 
 
 class Permutation:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.permutation import Permutation, mix_key
+from cachestream.permutation import Permutation, keyed_generator, mix_key
 
 KEYS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -94,3 +96,14 @@ def test_a_position_outside_the_range_is_refused() -> None:
     for wrong in ([10], [-1]):
         with pytest.raises(IndexError, match=r"range\(10\)"):
             Permutation(10, 0).at(wrong)
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_a_keyed_generator_draws_what_numpy_draws_with_the_key(key: int) -> None:
+    found, expected = keyed_generator(key), np.random.Generator(np.random.Philox(key=key))
+    assert found.integers(0, 2**63, 20).tolist() == expected.integers(0, 2**63, 20).tolist()
+    copied = pickle.loads(pickle.dumps(found))
+    assert copied.random() == found.random() == expected.random()
+    children = [[one.integers(2**63) for one in keyed_generator(key).spawn(2)] for _ in range(2)]
+    assert children[0] == children[1]
+    assert children[0][0] != children[0][1]

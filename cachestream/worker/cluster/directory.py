@@ -347,28 +347,8 @@ class GroupDirectory:
                     blocks.made(block, now_s)
 
     def _decide(self, member: _Member, now_s: float) -> Answer:
-        report, blocks, held, copies = member.report, member.blocks, member.held, _Copies(member)
-        done: list[int] = []
-        free: list[int] = []
-        lost: list[int] = []
-        makers = {blocks.makers[block] for block in member.undecided}
-        keepers = {maker: self._keepers(maker, report.plan) for maker in makers}
-        for block in sorted(member.undecided):
-            maker = blocks.makers[block]
-            if covers(held, *blocks.range_of(block)):
-                done.append(block)
-            elif not maker:
-                free.append(block)
-            elif member.name not in keepers[maker]:
-                others = (self._members[one] for one in keepers[maker])
-                if blocks.is_made[block] and not any(block in one.unfinished for one in others):
-                    done.append(block)
-            elif len(copies.chosen) < _COPIES or blocks.is_made[block]:
-                found = self._copies_of(block, member)
-                for content in found:
-                    copies.add(content, self._shards[content])
-                if not found and blocks.is_made[block]:
-                    lost.append(block)
+        report, blocks, copies = member.report, member.blocks, _Copies(member)
+        done, free, lost = self._sort_undecided(member, copies)
         # A cache that joins makes nothing before it has what the others hold.
         wants = 0 if self._add_earlier(member, copies) else report.wants
         given = self._give(member, free, lost, wants, now_s)
@@ -382,6 +362,32 @@ class GroupDirectory:
             ordinal=max(PassPlan.from_json(one.report.plan).ordinal for one in self._members.values()),
             num_members=len(self._members),
         )
+
+    def _sort_undecided(self, member: _Member, copies: _Copies) -> tuple[list[int], list[int], list[int]]:
+        """Return of the undecided blocks those that are done, free, and lost: made, but nobody has a copy.
+
+        A block that another cache makes, or has made, stays undecided; shards of it are added to `copies`.
+        """
+        blocks, done, free, lost = member.blocks, list[int](), list[int](), list[int]()
+        makers = {blocks.makers[block] for block in member.undecided}
+        keepers = {maker: self._keepers(maker, member.report.plan) for maker in makers}
+        for block in sorted(member.undecided):
+            maker, is_made = blocks.makers[block], blocks.is_made[block]
+            if covers(member.held, *blocks.range_of(block)):
+                done.append(block)
+            elif not maker:
+                free.append(block)
+            elif member.name not in keepers[maker]:
+                others = (self._members[one] for one in keepers[maker])
+                if is_made and not any(block in one.unfinished for one in others):
+                    done.append(block)
+            elif len(copies.chosen) < _COPIES or is_made:
+                found = self._copies_of(block, member)
+                for content in found:
+                    copies.add(content, self._shards[content])
+                if not found and is_made:
+                    lost.append(block)
+        return done, free, lost
 
     def _copies_of(self, block: int, member: _Member) -> list[str]:
         """The shards with samples of `block` that the cache could copy: it waits for all blocks of each.

@@ -18,7 +18,7 @@ import numpy as np
 
 from cachestream import tracing
 from cachestream.errors import SampleError, SourceUnavailableError
-from cachestream.permutation import mix_key
+from cachestream.permutation import keyed_generator, mix_key
 from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import PackedSource
@@ -439,11 +439,9 @@ class FetchMeter:
 
 def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
     """The generator with which `unit` is read in a pass: the same on every attempt, for the same samples."""
-    key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
-    return np.random.Generator(np.random.Philox(key=key))
+    return keyed_generator(mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit))
 
 
 def sample_generator(plan: PassPlan, unit: int, offset: int) -> np.random.Generator:
     """The generator for the transform of the sample at `offset` of `unit`: the same on every attempt."""
-    key = mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset)
-    return np.random.Generator(np.random.Philox(key=key))
+    return keyed_generator(mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset))
