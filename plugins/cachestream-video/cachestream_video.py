@@ -105,8 +105,7 @@ class VideoSource:
                 try:
                     video, seconds = decoder.clip(start + self._step * np.arange(self._frames))
                 except (RuntimeError, IndexError, ValueError) as error:
-                    if file.raw.error is not None:  # type: ignore[attr-defined]
-                        raise
+                    file.raw.raise_error()  # type: ignore[attr-defined]
                     problems.add(f"clip at frame {start}: {str(error)[:200]}")
                     continue
                 if self._images.identity:
