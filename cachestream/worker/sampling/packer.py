@@ -58,12 +58,13 @@ class _ColumnBuilder:
         """Append values of one shape; returns their bytes. After a MemoryError the builder is as before."""
         is_single = len(column) == 1 and not isinstance(column, np.ndarray)
         if len(column) > 1 and not isinstance(column, np.ndarray) and len(column[0]) > SMALL_BYTES:
-            self._reserve(self._size + sum(map(len, column)))  # no part of the column is left after an error
+            self._grow(self._size + sum(map(len, column)))  # no part of the column is left after an error
             return sum([self.append((value,), shape) for value in column])
         data = column[0] if is_single else joined(column)
         nbytes = len(data)
         stop = self._size + nbytes
-        self._reserve(stop)
+        if stop > len(self._memory):
+            self._grow(stop)
         if nbytes <= _AT_ONCE_BYTES:
             self._memory[self._size : stop] = data if isinstance(data, bytes) else data.data
         else:
@@ -78,7 +79,7 @@ class _ColumnBuilder:
                 self._count((size, shape), sum(1 for _ in alike))
         return nbytes
 
-    def _reserve(self, nbytes: int) -> None:
+    def _grow(self, nbytes: int) -> None:
         if nbytes > len(self._memory):
             grown = np.empty(max(nbytes, 2 * len(self._data)), np.uint8)
             grown[: self._size] = self.view
