@@ -131,15 +131,20 @@ def _keep_pattern(
     usual = signature_version == _SIGNATURE and not {"identity_cache", "request_credentials"} & signing.keys()
     if not key or (after and not after.startswith("?")) or (is_signed and not usual):
         return
-    signer = SigV4Auth(None, signing_name, region_name)
+    try:
+        signer = SigV4Auth(None, signing_name, region_name)
+        signed, query = _lasting(signer.headers_to_sign(request)), signer.canonical_query_string(request)
+    except (AttributeError, TypeError):  # another release of the client
+        logger.debug("requests like %s are left to the client", before, exc_info=True)
+        return
     bucket.pattern = _Pattern(
         before + "/",
         after,
         _lasting(request.headers),
         (signing.get("signing_name") or signing_name) if is_signed else None,
         signing.get("region") or region_name,
-        _lasting(signer.headers_to_sign(request)),
-        signer.canonical_query_string(request),
+        signed,
+        query,
     )
 
 

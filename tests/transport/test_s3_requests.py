@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+import botocore.auth
 import numpy as np
 import pytest
 from aiobotocore.session import AioSession
@@ -187,6 +188,16 @@ def test_a_client_of_another_release_is_asked_in_its_own_way(
         assert bucket.get("first")[0] == b"first"
         assert bucket.composed == asked
     assert bucket.known.strikes >= s3_requests.MAX_STRIKES
+
+
+def test_a_release_that_signs_in_another_way_makes_all_requests(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.known.pattern = None
+    monkeypatch.setattr(botocore.auth, "SigV4Auth", lambda *_: object())
+    for asked in (2, 3):
+        assert bucket.get("first")[0] == b"first"
+        assert bucket.composed == asked
 
 
 def test_a_pattern_that_does_again_has_no_strikes(bucket: Bucket) -> None:
