@@ -22,6 +22,7 @@ import cloudpickle
 import numpy as np
 
 from cachestream.errors import CacheStreamError, SampleError, WorkerError
+from cachestream.permutation import keyed_generator
 from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
@@ -426,4 +427,4 @@ def is_text(value: object) -> bool:
 
 
 def rng_of(unit: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=unit))
+    return keyed_generator(unit)

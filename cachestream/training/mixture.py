@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import ConfigError, NotEnoughSamplesError
-from cachestream.permutation import mix_key
+from cachestream.permutation import keyed_generator, mix_key
 from cachestream.schema import KEY_FIELD, IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, ShardValues
 from cachestream.storage.telemetry import SourceStats
@@ -144,7 +144,7 @@ def choose(sources: Numbers, positions: Numbers, key: int) -> IntArray:
     order = np.empty(len(positions), np.int64)
     for number in np.unique(positions).tolist():
         places, members = np.flatnonzero(positions == number), np.flatnonzero(sources == number)
-        rng = np.random.Generator(np.random.Philox(key=mix_key(key, number)))
+        rng = keyed_generator(mix_key(key, number))
         rounds = np.tile(members, (-(-len(places) // len(members)), 1))
         order[places] = rng.permuted(rounds, axis=1).reshape(-1)[: len(places)]
     return order

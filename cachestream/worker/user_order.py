@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import ConfigError
-from cachestream.permutation import mix_key
+from cachestream.permutation import keyed_generator, mix_key
 from cachestream.schema import IntArray
 from cachestream.worker.job import Job, unpack
 from cachestream.worker.order import Partition, all_units, share_of
@@ -140,7 +140,7 @@ def draw_curriculum(
     exponential variables divided by the weights: Efraimidis and Spirakis, "Weighted random sampling with a
     reservoir" (Information Processing Letters 97, 2006).
     """
-    rng = np.random.Generator(np.random.Philox(key=mix_key(_CURRICULUM_KEY, seed, ordinal)))
+    rng = keyed_generator(mix_key(_CURRICULUM_KEY, seed, ordinal))
     bounds = np.linspace(0, len(units), min(STEPS, len(units)) + 1).astype(np.int64).tolist()
     left = units.copy()
     drawn = np.empty_like(units)
@@ -161,7 +161,7 @@ def draw_mixture(units: IntArray, sources: IntArray, shares: Sequence[float], *,
 
     The units of a source come in random order, and those of a source without a share come last.
     """
-    rng = np.random.Generator(np.random.Philox(key=mix_key(_MIXTURE_KEY, seed)))
+    rng = keyed_generator(mix_key(_MIXTURE_KEY, seed))
     due = rng.permutation(len(units)) / max(1, len(units))
     for number, share in enumerate(shares):
         members = np.flatnonzero(sources == number)
