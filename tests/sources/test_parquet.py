@@ -296,10 +296,11 @@ def test_a_large_row_group_comes_in_pieces_and_batches(
     assert peak + arrow_peak < 8 << 20  # of 20 MB
 
 
-def open_files() -> int:
-    """Return how many files for pyarrow are in memory, each with a row group."""
+def open_files() -> set[int]:
+    """Return the ids of the files for pyarrow that are in memory, each with a row group."""
     gc.collect()
-    return sum(isinstance(one, SeekableFile) for one in gc.get_objects())
+    # By type: isinstance asks each object for its class, and some objects of torch warn then.
+    return {id(one) for one in gc.get_objects() if issubclass(type(one), SeekableFile)}
 
 
 def test_nothing_of_a_row_group_stays_in_memory(tmp_path: Path) -> None:
@@ -307,7 +308,7 @@ def test_nothing_of_a_row_group_stays_in_memory(tmp_path: Path) -> None:
     source = ParquetSource(str(tmp_path))
     before = open_files()
     assert len(read_all(source)) == 1000
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_footers_are_read_again_when_too_many_are_kept(
@@ -587,4 +588,4 @@ def test_a_row_group_whose_pieces_do_not_come_does_not_stay_in_memory(
     for unit in range(2):
         with pytest.raises(SourceError, match="does not answer at present"):
             list(source.read(unit, RNG))
-    assert open_files() == before
+    assert open_files() <= before

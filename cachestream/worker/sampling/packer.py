@@ -58,7 +58,7 @@ class _ColumnBuilder:
         """Append values of one shape; returns their bytes. After a MemoryError the builder is as before."""
         is_single = len(column) == 1 and not isinstance(column, np.ndarray)
         if len(column) > 1 and not isinstance(column, np.ndarray) and len(column[0]) > SMALL_BYTES:
-            self._grow(self._size + sum(map(len, column)))  # no part of the column is left after an error
+            self._grow(self._size + sum(map(len, column)))  # for all values, before the first is added
             return sum([self.append((value,), shape) for value in column])
         data = column[0] if is_single else joined(column)
         nbytes = len(data)
@@ -80,6 +80,7 @@ class _ColumnBuilder:
         return nbytes
 
     def _grow(self, nbytes: int) -> None:
+        """Have memory for `nbytes` in all."""
         if nbytes > len(self._memory):
             grown = np.empty(max(nbytes, 2 * len(self._data)), np.uint8)
             grown[: self._size] = self.view
