@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,6 +18,12 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
 
+in_c: ModuleType | None
+try:
+    from cachestream.sources.decode import _varints as in_c
+except ImportError:  # no compiler at the installation
+    in_c = None
+
 # The values of a bytes_list, a float_list or an int64_list, in order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
@@ -24,6 +32,8 @@ _KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
 _INFERRED: Final = "inferred"  # the kind of a feature that the user gave none for
 # The messages of tensorflow/core/example/{example,feature}.proto, as (field, number, type). A packed list of
 # floats has the wire type of bytes, and is declared as bytes: numpy reads them without a copy of each float.
+# "Many…" are the same messages in another declaration. Messages one after the other are one message, whose
+# repeated fields hold the values of all of them in order; a message in it has the wire type of bytes, too.
 _MESSAGES: Final = {
     "BytesList": (("value", 1, "repeated bytes"),),
     "FloatList": (("value", 1, "repeated bytes"),),
@@ -36,12 +46,22 @@ _MESSAGES: Final = {
     "Entry": (("key", 1, "string"), ("value", 2, "Feature")),
     "Features": (("feature", 1, "repeated Entry"),),
     "Example": (("features", 1, "Features"), ("feature_lists", 2, "Features")),  # 2: of a SequenceExample
+    "ManyExamples": (("features", 1, "repeated bytes"),),
+    "ManyFeatures": (("feature", 1, "repeated bytes"),),
+    "ManyEntries": (("key", 1, "repeated bytes"), ("value", 2, "repeated bytes")),
+    "ManyValues": (
+        ("bytes_list", 1, "repeated bytes"),
+        ("float_list", 2, "repeated bytes"),
+        ("int64_list", 3, "repeated bytes"),
+    ),
 }
+
+_KEY, _VALUE = 1 << 3 | 2, 2 << 3 | 2  # the tags of an entry: the number of the field, and the wire type
 
 
 @functools.cache
-def load_example() -> Any:
-    """Return the class of the message Example."""
+def load_messages() -> dict[str, Any]:
+    """Return the classes of the messages, by name."""
     descriptors = require("google.protobuf.descriptor_pb2", "tfrecord", "reading TFRecords")
     pools = require("google.protobuf.descriptor_pool", "tfrecord", "reading TFRecords")
     factory = require("google.protobuf.message_factory", "tfrecord", "reading TFRecords")
@@ -58,7 +78,17 @@ def load_example() -> Any:
                 added.type_name = f".cachestream.{kind}"
     pool = pools.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    return factory.GetMessageClass(pool.FindMessageTypeByName("cachestream.Example"))
+    return {
+        name: factory.GetMessageClass(pool.FindMessageTypeByName(f"cachestream.{name}")) for name in _MESSAGES
+    }
+
+
+def _parse(name: str, *serialized: bytes) -> Any:
+    """Return the message that `serialized` make together."""
+    try:
+        return load_messages()[name].FromString(b"".join(serialized))
+    except Exception as error:  # DecodeError, of an optional library
+        raise ValueError(f"no tf.train.Example: {error}") from error
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
@@ -66,28 +96,95 @@ def parse_example(data: bytes) -> dict[str, Feature]:
 
     Raises ValueError for anything else, such as a SequenceExample.
     """
-    try:
-        example = load_example().FromString(data)
-    except Exception as error:  # DecodeError, of an optional library
-        raise ValueError(f"no tf.train.Example: {error}") from error
+    example = _parse("Example", data)
     if example.HasField("feature_lists"):
         raise ValueError("a SequenceExample; only tf.train.Example is read")
-    found: dict[str, Feature] = {}
-    for entry in example.features.feature:
-        feature = entry.value
-        if feature.HasField("bytes_list"):
-            found[entry.key] = list(feature.bytes_list.value)
-        elif feature.HasField("float_list"):
-            found[entry.key] = _floats(feature.float_list)
-        elif feature.HasField("int64_list"):
-            found[entry.key] = np.array(feature.int64_list.value, np.int64)
-    return found
+    found = {entry.key: _feature(entry.value) for entry in example.features.feature}
+    return {name: feature for name, feature in found.items() if feature is not None}
 
 
-def _floats(float_list: Any) -> npt.NDArray[np.float32]:
-    if not float_list.value and float_list.ByteSize():
-        raise ValueError("floats that are not packed, as all writers of TFRecords pack them")
-    return np.frombuffer(b"".join(float_list.value), "<f4")
+def _feature(feature: Any) -> Feature | None:
+    """Return the values of a Feature, or None if it holds no list."""
+    if feature.HasField("bytes_list"):
+        return list(feature.bytes_list.value)
+    if feature.HasField("float_list"):
+        packed = list(feature.float_list.value)
+        if feature.float_list.ByteSize() != _field_bytes(packed).sum():
+            raise ValueError("floats that are not packed, as all writers of TFRecords pack them")
+        return np.frombuffer(b"".join(packed), "<f4")
+    if feature.HasField("int64_list"):
+        return np.array(feature.int64_list.value, np.int64)
+    return None
+
+
+def parse_examples(records: Iterable[bytes]) -> list[dict[str, Feature]]:
+    """Return what `parse_example` returns for each of `records`, by a few calls for all of them.
+
+    Raises ValueError if any of them is no Example, or is written in an unusual way.
+    """
+    # Each level of all messages is parsed as one message; the sizes of the parts tell that none lies in two of them.
+    records = list(records)
+    per_record = list(_parse("ManyExamples", *records).features)
+    entries = list(_parse("ManyFeatures", *per_record).feature)
+    many = _parse("ManyEntries", *entries)
+    keys, values = list(many.key), list(many.value)
+    key_bytes = _field_bytes(keys)
+    ends, entry_ends = np.cumsum(_lengths(per_record)), np.cumsum(_field_bytes(entries))
+    found: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
+    for number, key, value in zip(np.searchsorted(ends, entry_ends).tolist(), keys, values, strict=False):
+        found[key][number] = value
+    if not (
+        _are_in_turn(per_record, _lengths(records))
+        and np.isin(ends, [0, *entry_ends]).all()
+        and len(keys) == len(entries) == sum(map(len, found.values()))  # no name comes twice in a record
+        and _are_in_turn(values, _lengths(entries) - key_bytes)
+        and all(
+            one[0] == _KEY and one[at] == _VALUE for one, at in zip(entries, key_bytes.tolist(), strict=True)
+        )
+    ):
+        raise ValueError("a tf.train.Example that is written in an unusual way")
+    examples: list[dict[str, Feature]] = [{} for _ in records]
+    for key, by_record in found.items():
+        name = key.decode()
+        for number, feature in zip(by_record, _features(list(by_record.values())), strict=True):
+            if feature is not None:
+                examples[number][name] = feature
+    return examples
+
+
+def _features(serialized: list[bytes]) -> list[Feature | None]:
+    """Return the values of each serialized Feature: together, if all hold one string or one packed list."""
+    many = _parse("ManyValues", *serialized)
+    for kind in ("bytes_list", "float_list", "int64_list"):
+        lists = list(getattr(many, kind))
+        values = list(_parse("BytesList", *lists).value)
+        if not (_are_in_turn(lists, _lengths(serialized)) and _are_in_turn(values, _lengths(lists))):
+            continue
+        if kind == "bytes_list":
+            return [[value] for value in values]
+        if kind == "float_list":
+            return [np.frombuffer(value, "<f4") for value in values]
+        if in_c is not None:
+            return [np.frombuffer(in_c.decode_varints(value), np.int64) for value in values]
+    return [_feature(_parse("Feature", one)) for one in serialized]
+
+
+def _are_in_turn(values: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> bool:
+    """Return whether messages of these lengths hold one of `values` each, in order, and nothing else.
+
+    The messages together hold `values`, each in a field of its own.
+    """
+    return len(values) == len(lengths) and np.array_equal(_field_bytes(values), lengths)
+
+
+def _field_bytes(values: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Return the size of each value as a field: a tag of one byte, the length with 7 bits in a byte, the value."""
+    lengths = _lengths(values)
+    return 2 + lengths + sum(lengths >= 1 << bits for bits in (7, 14, 21, 28))
+
+
+def _lengths(values: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(len, values), np.int64, len(values))
 
 
 def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:

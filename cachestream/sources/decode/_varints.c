@@ -1,0 +1,93 @@
+/* Decodes packed integers of protobuf (protobuf.dev/programming-guides/encoding#packed): each has 7 bits in a byte, the
+   lowest first, and the upper bit of all its bytes but the last is set. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MOST_BYTES 10 /* of one integer of 64 bits */
+
+/* Returns the integer that begins at the lowest byte of `word`, and its bytes; 0 bytes if it does not end in it. */
+static int64_t of_word(uint64_t word, int *num_bytes)
+{
+    uint64_t last = ~word & UINT64_C(0x8080808080808080); /* the lowest of these bits is that of its last byte */
+    *num_bytes = last ? (__builtin_ctzll(last) + 1) / 8 : 0;
+    word &= last ^ (last - 1);
+    word = (word & UINT64_C(0x007f007f007f007f)) | (word & UINT64_C(0x7f007f007f007f00)) >> 1;
+    word = (word & UINT64_C(0x00003fff00003fff)) | (word & UINT64_C(0x3fff00003fff0000)) >> 2;
+    return (int64_t)((word & UINT64_C(0x000000000fffffff)) | (word & UINT64_C(0x0fffffff00000000)) >> 4);
+}
+
+/* Returns 0, or -1 if an integer is cut off or too long. `out` has room for an integer for each byte below 128. */
+static int decode(const unsigned char *at, const unsigned char *end, int64_t *out)
+{
+    while (at < end) {
+        uint64_t word;
+        int num_bytes = 0;
+        if (end - at >= (ptrdiff_t)sizeof(word)) { /* without a branch for each byte, most of which are mispredicted */
+            memcpy(&word, at, sizeof(word));
+            *out = of_word(word, &num_bytes);
+        }
+        if (!num_bytes) {
+            uint64_t value = 0;
+            do {
+                if (at + num_bytes == end || num_bytes == MOST_BYTES)
+                    return -1;
+                value |= (uint64_t)(at[num_bytes] & 127) << (7 * num_bytes);
+            } while (at[num_bytes++] >= 128);
+            *out = (int64_t)value;
+        }
+        out++;
+        at += num_bytes;
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(decode_varints_doc,
+"decode_varints(packed: bytes) -> bytearray\n--\n\n"
+"Return the int64 values of a packed list of integers.\n\n"
+"Raises ValueError if one of them is cut off or longer than 10 bytes.");
+
+static PyObject *decode_varints(PyObject *Py_UNUSED(module), PyObject *packed)
+{
+    char *data;
+    Py_ssize_t size, count = 0;
+    if (PyBytes_AsStringAndSize(packed, &data, &size))
+        return NULL;
+    for (Py_ssize_t i = 0; i < size; i++)
+        count += (unsigned char)data[i] < 128;
+    if (count > PY_SSIZE_T_MAX / (Py_ssize_t)sizeof(int64_t))
+        return PyErr_NoMemory();
+    PyObject *found = PyByteArray_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
+    if (!found)
+        return NULL;
+    const unsigned char *begin = (const unsigned char *)data;
+    if (decode(begin, begin + size, (int64_t *)(void *)PyByteArray_AsString(found))) {
+        Py_DECREF(found);
+        PyErr_SetString(PyExc_ValueError, "a packed integer is cut off, or longer than 10 bytes");
+        return NULL;
+    }
+    return found;
+}
+
+static PyMethodDef functions[] = {
+    {"decode_varints", decode_varints, METH_O, decode_varints_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_varints",
+    .m_doc = "Decodes packed integers of protobuf.",
+    .m_size = 0,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__varints(void)
+{
+    return PyModule_Create(&module);
+}
