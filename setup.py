@@ -18,15 +18,13 @@ WITHOUT = (
 
 
 def extension(name: str) -> Extension:
-    """Returns the extension module `name`, whose source is the file of that name."""
+    """Return the extension module `name`, whose source is the file of that name."""
     return Extension(
         name,
         [name.replace(".", "/") + ".c"],
         extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-pthread"],
-        extra_link_args=[
-            "-pthread",
-            "-Wl,--no-as-needed",
-        ],  # auditwheel refuses what is not linked to a C library
+        # auditwheel refuses what is not linked to a C library, also where it needs none.
+        extra_link_args=["-pthread", "-Wl,--no-as-needed"],
         py_limited_api=True,
         optional=True,
     )
