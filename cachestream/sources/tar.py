@@ -76,8 +76,10 @@ class Decoders:
         sample: dict[str, Any] = {}
         for extension, data in group.files.items():
             value = self._value(extension, data, f"{where}#{group.shown_key}.{extension}")
-            own = self._find(extension) or self._find(extension.removesuffix(".gz"))
-            if isinstance(value, dict) and own is None:  # the arrays of an .npz
+            if isinstance(value, dict) and not (
+                self._find(extension) or self._find(extension.removesuffix(".gz"))
+            ):
+                # The arrays of an .npz.
                 sample.update({f"{extension}.{name}": array for name, array in value.items()})
             else:
                 sample[extension] = value

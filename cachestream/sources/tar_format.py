@@ -76,7 +76,8 @@ def _number(field: bytes) -> int:
 
 def _checksum(block: bytes) -> int:
     """Return the sum of all bytes, with spaces in place of the checksum itself."""
-    return sum(block) - sum(block[148:156]) + 8 * 0x20
+    # Most bytes are zeros: without them the sum takes a third of the time.
+    return sum(block.translate(None, b"\0")) - sum(block[148:156]) + 8 * 0x20
 
 
 def parse_header(block: bytes) -> Header | None:
@@ -174,19 +175,19 @@ class TarReader:
         is_boundary = self._seen_member
         while True:
             offset = self._stream.position
-            block = self._stream.read(BLOCK)
+            block = bytes(self._stream.read(BLOCK))
             if not block and is_boundary and self._stream.is_whole:
                 self.lacks_end_mark = True
                 return None
             is_boundary = False
             if len(block) < BLOCK:
                 raise _truncated(self._stream.position)
-            header = parse_header(bytes(block))
+            header = parse_header(block)
             if header is None:
                 return None
             if header.kind not in _EXTENSIONS:
                 self._seen_member = True
-                return self._member(header, {**self._global, **extended}, bytes(block), offset)
+                return self._member(header, {**self._global, **extended}, block, offset)
             data = self._extension(header)
             if header.kind in b"xX":
                 extended.update(_parse_pax(data))
@@ -219,7 +220,7 @@ class TarReader:
             while more:
                 block = bytes(self._stream.read(BLOCK))
                 more = block[504] if len(block) == BLOCK else 0
-        elif is_file and any(key.startswith("GNU.sparse") for key in extended):
+        elif is_file and extended and any(key.startswith("GNU.sparse") for key in extended):
             problem = "sparse"
         folder = header.kind == 0 and name.endswith(b"/")  # in archives of before 1988
         if header.kind not in _WITHOUT_DATA and not folder:

@@ -56,6 +56,7 @@ _MESSAGES: Final = {
     ),
 }
 
+_FEW: Final = 64  # integers that numpy takes faster one by one than as an array
 _KEY, _VALUE = 1 << 3 | 2, 2 << 3 | 2  # the tags of an entry: the number of the field, and the wire type
 
 
@@ -113,7 +114,9 @@ def _feature(feature: Any) -> Feature | None:
             raise ValueError("floats that are not packed, as all writers of TFRecords pack them")
         return np.frombuffer(b"".join(packed), "<f4")
     if feature.HasField("int64_list"):
-        return np.array(feature.int64_list.value, np.int64)
+        integers = feature.int64_list.value
+        few = len(integers) < _FEW
+        return np.fromiter(integers, np.int64, len(integers)) if few else np.array(integers, np.int64)
     return None
 
 

@@ -285,6 +285,26 @@ class SampleChunk:
     nbytes: int
 
 
+def in_columns(chunk: SampleChunk) -> SampleChunk:
+    """Return `chunk` with its samples in a Table, if all of them can be stored, and have one schema."""
+    if isinstance(chunk.samples, Table):
+        return chunk
+    try:
+        records = [to_record(sample, key) for key, sample in zip(chunk.keys, chunk.samples, strict=True)]
+    except Exception:  # noqa: BLE001  sources are user code; each sample is encoded by itself later
+        return chunk
+    schema = records[0].schema
+    if not all(record.schema is schema for record in records):
+        return chunk
+    columns = zip(*[record.columns for record in records], strict=True)
+    table = Table(
+        schema,
+        [record.keys[0] for record in records],
+        tuple([[value for (value,) in column] for column in columns]),
+    )
+    return SampleChunk(chunk.offsets, (), table, chunk.nbytes)
+
+
 Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
 
 

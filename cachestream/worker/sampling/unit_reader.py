@@ -35,6 +35,7 @@ from cachestream.worker.sampling.encode import (
     SampleChunk,
     approximate_bytes,
     group_into_chunks,
+    in_columns,
     to_table,
 )
 
@@ -197,7 +198,7 @@ class UnitReader:
     ) -> None:
         self.plan: PassPlan | None = None
         self.meter = FetchMeter(job, directory, slot)
-        self._pid = os.getpid()
+        self._pid, self._in_rows = os.getpid(), in_rows
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
             source.read_rows if in_rows and isinstance(source, ColumnarSource) else source.read
         )
@@ -230,7 +231,7 @@ class UnitReader:
                             if is_traced:
                                 tracing.add("read", since_s, time.monotonic(), unit=unit.number)
                             unit_read.received(chunk)
-                            yield chunk
+                            yield in_columns(chunk) if self._in_rows else chunk
                             if is_traced:
                                 since_s = time.monotonic()
                     self._known_good.setdefault(self._remote_of(unit.number), unit.number)
