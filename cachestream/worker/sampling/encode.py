@@ -21,7 +21,7 @@ BytesLike = bytes | npt.NDArray[np.uint8]
 SMALL_BYTES: Final = 4096  # copied at once: bytes cost less to make and to free than arrays
 MOST_SAMPLES: Final = 64  # of a chunk
 MOST_BYTES: Final = 256 * 1024
-LONGEST_S: Final = 0.001
+LONGEST_S: Final = 0.01  # shorter than this, threads that wait for the interpreter would send single samples
 _NUMBERS: Final = (np.generic, int, float)
 _SCHEMAS: Final = 1024  # cached, for fields whose shape varies from sample to sample
 
@@ -286,8 +286,8 @@ class SampleChunk:
 
 
 def in_columns(chunk: SampleChunk) -> SampleChunk:
-    """Return `chunk` with its samples in a Table, if all of them can be stored, and have one schema."""
-    if isinstance(chunk.samples, Table):
+    """Return `chunk` with its samples in a Table, if there are several of one schema that can all be stored."""
+    if isinstance(chunk.samples, Table) or len(chunk.samples) < 2:
         return chunk
     try:
         records = [to_record(sample, key) for key, sample in zip(chunk.keys, chunk.samples, strict=True)]
