@@ -110,7 +110,8 @@ def _feature(feature: Any) -> Feature | None:
         return list(feature.bytes_list.value)
     if feature.HasField("float_list"):
         packed = list(feature.float_list.value)
-        if feature.float_list.ByteSize() != _field_bytes(packed).sum():
+        fields_bytes = sum([2 + len(one) + (max(1, len(one)).bit_length() - 1) // 7 for one in packed])
+        if feature.float_list.ByteSize() != fields_bytes:
             raise ValueError("floats that are not packed, as all writers of TFRecords pack them")
         return np.frombuffer(b"".join(packed), "<f4")
     if feature.HasField("int64_list"):
@@ -181,7 +182,7 @@ def _are_in_turn(values: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> boo
 
 
 def _field_bytes(values: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Return the size of each value as a field: a tag of one byte, the length with 7 bits in a byte, the value."""
+    """Return the size of each value as a field: a tag of one byte, the length in bytes of 7 bits, the value."""
     lengths = _lengths(values)
     return 2 + lengths + sum(lengths >= 1 << bits for bits in (7, 14, 21, 28))
 
