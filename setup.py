@@ -12,8 +12,9 @@ from setuptools.command.build_ext import build_ext
 
 WITHOUT = (
     "cachestream is installed without its parts in C: all of it works, but what moves rows into batches shares the "
-    "interpreter with the training loop, and integers in TFRecords are read more slowly. To have it built, install a C compiler and Python's headers (Debian: "
-    "apt-get install gcc libc6-dev python3-dev), then install cachestream again."
+    "interpreter with the training loop, and integers in TFRecords are read more slowly. To have them built, install "
+    "a C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev), then install cachestream "
+    "again."
 )
 
 

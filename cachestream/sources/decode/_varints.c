@@ -28,7 +28,8 @@ static int decode(const unsigned char *at, const unsigned char *end, int64_t *ou
     while (at < end) {
         uint64_t word;
         int num_bytes = 0;
-        if (end - at >= (ptrdiff_t)sizeof(word)) { /* without a branch for each byte, most of which are mispredicted */
+        /* Without a branch for each byte, as many of them would be mispredicted. */
+        if (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && end - at >= (ptrdiff_t)sizeof(word)) {
             memcpy(&word, at, sizeof(word));
             *out = of_word(word, &num_bytes);
         }

@@ -289,16 +289,17 @@ def in_columns(chunk: SampleChunk) -> SampleChunk:
     """Return `chunk` with its samples in a Table, if there are several of one schema that can all be stored."""
     if isinstance(chunk.samples, Table) or len(chunk.samples) < 2:
         return chunk
+    records: list[Table] = []
     try:
-        records = [to_record(sample, key) for key, sample in zip(chunk.keys, chunk.samples, strict=True)]
+        for key, sample in zip(chunk.keys, chunk.samples, strict=True):
+            records.append(to_record(sample, key))
+            if records[-1].schema is not records[0].schema:
+                return chunk
     except Exception:  # noqa: BLE001  sources are user code; each sample is encoded by itself later
-        return chunk
-    schema = records[0].schema
-    if not all(record.schema is schema for record in records):
         return chunk
     columns = zip(*[record.columns for record in records], strict=True)
     table = Table(
-        schema,
+        records[0].schema,
         [record.keys[0] for record in records],
         tuple([[value for (value,) in column] for column in columns]),
     )
