@@ -326,6 +326,13 @@ def test_what_writers_write_is_parsed_together() -> None:
     expect_same(numbers(20), usual=True)
 
 
+@pytest.mark.usefixtures("decoded")
+def test_integers_of_every_width_are_decoded() -> None:
+    values = [sign * ((1 << bits) - less) for bits in range(63) for less in (0, 1) for sign in (1, -1)]
+    (found,) = parse_examples([example(entry("x", 3, values))])
+    assert list(found["x"]) == values
+
+
 ENTRY: Final = entry("a", 3, [5])
 EMPTY: Final = field(2, field(2, b""))  # the value of an entry: a list of no floats
 
