@@ -63,7 +63,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the imports brought out of the search for garbage: a million objects, a second for every search."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # the search after every 700 objects, the default, takes a twelfth of the time of all tests
+    gc.set_threshold(
+        50_000
+    )  # the search after every 700 objects, the default, takes a twelfth of the time of all tests
 
 
 @pytest.hookimpl(tryfirst=True)

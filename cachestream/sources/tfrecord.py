@@ -22,6 +22,7 @@ from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.compression import DecompressedStream
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.decode.tf_example import (
+    ByRecord,
     Feature,
     FeatureFields,
     Kind,
@@ -39,10 +40,8 @@ MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
 TOGETHER_BYTES: Final = 512 << 10
 SCAN_BYTES: Final = 64 << 10  # looked through at a time for the first record of a part
 SMALL_BYTES: Final = 32 << 10  # records up to this average size are read many at once
-MANY: Final = (
-    16  # so many records, of at most this average size, are parsed together: that copies each four times
-)
-SHORT_BYTES: Final = 4 << 10
+MANY: Final = 16  # so many records of at most SHORT_BYTES on average are parsed together
+SHORT_BYTES: Final = 4 << 10  # longer ones take longer together: each is copied four times
 _HEAD: Final = struct.Struct("<QI")
 HEAD_BYTES: Final = _HEAD.size
 _TAIL_BYTES: Final = 4
@@ -157,25 +156,26 @@ class TFRecordSource(CutFiles):
         self, records: Records, key: str, problems: Problems
     ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the samples in `records`, as one `Rows` where all of them are alike."""
-        found = _parsed(records, problems)
-        columns = self._fields.columns(list(found.values())) if len(found) > 1 else None
+        places, features = _parsed(records, problems)
+        columns = self._fields.columns(features) if len(places) > 1 else None
         if columns is not None:
-            yield Rows([f"{key}#{place}" for place in found], columns)
+            yield Rows([f"{key}#{place}" for place in places], columns)
             return
-        for place, features in found.items():
+        for number, place in enumerate(places):
+            found = {name: values[number] for name, values in features.items()}
             try:
-                sample = self._fields.sample(features)
+                sample = self._fields.sample({name: one for name, one in found.items() if one is not None})
             except (ValueError, SampleError) as error:
                 problems.add(f"record at byte {place}: {error}")
                 continue
             yield f"{key}#{place}", sample
 
 
-def _parsed(records: Records, problems: Problems) -> dict[int, dict[str, Feature]]:
-    """Return the features of each record by its place."""
+def _parsed(records: Records, problems: Problems) -> tuple[list[int], dict[str, ByRecord]]:
+    """Return the places of the records that can be parsed, and their features by name."""
     if len(records) >= MANY and len(records.data) <= SHORT_BYTES * len(records):
         try:
-            return dict(zip(records.places, parse_examples(records), strict=True))
+            return records.places, parse_examples(records)
         except ValueError:  # then those that can be parsed are taken
             pass
     found: dict[int, dict[str, Feature]] = {}
@@ -184,7 +184,8 @@ def _parsed(records: Records, problems: Problems) -> dict[int, dict[str, Feature
             found[place] = parse_example(record)
         except ValueError as error:
             problems.add(f"record at byte {place}: {error}")
-    return found
+    names = dict.fromkeys(name for features in found.values() for name in features)
+    return list(found), {name: [features.get(name) for features in found.values()] for name in names}
 
 
 # --- the format --------------------------------------------------------------------------------

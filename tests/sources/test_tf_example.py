@@ -292,8 +292,10 @@ def expect_same(records: Sequence[bytes], *, usual: bool = False) -> None:
     except ValueError:
         assert not usual
         return
-    expected = [parse_example(record) for record in records]
-    for one, other in zip(found, expected, strict=True):
+    assert all(len(features) == len(records) for features in found.values())
+    for number, record in enumerate(records):
+        one = {name: values[number] for name, values in found.items() if values[number] is not None}
+        other = parse_example(record)
         assert one.keys() == other.keys()
         for name, value in other.items():
             assert type(one[name]) is type(value)
@@ -329,8 +331,7 @@ def test_what_writers_write_is_parsed_together() -> None:
 @pytest.mark.usefixtures("decoded")
 def test_integers_of_every_width_are_decoded() -> None:
     values = [sign * ((1 << bits) - less) for bits in range(63) for less in (0, 1) for sign in (1, -1)]
-    (found,) = parse_examples([example(entry("x", 3, values))])
-    assert list(found["x"]) == values
+    assert np.asarray(parse_examples([example(entry("x", 3, values))])["x"]).tolist() == [values]
 
 
 ENTRY: Final = entry("a", 3, [5])

@@ -151,6 +151,17 @@ def test_a_record_that_is_not_what_was_asked_for_is_counted(
         list(source.read(0, RNG))
 
 
+@pytest.mark.parametrize("count", [1, 20])  # parsed alone, and together
+def test_records_without_features_are_counted(tmp_path: Path, count: int) -> None:
+    writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
+    for _ in range(count):
+        writer.write({})
+    writer.close()
+    samples, problems = read_unit(TFRecordSource(tmp_path))
+    assert not samples
+    assert "it has no features" in problems
+
+
 def test_sequence_examples_are_refused_by_name(tmp_path: Path) -> None:
     writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
     writer.write({"a": (1, "int")}, {"s": ([[1], [2]], "int")})

@@ -48,30 +48,62 @@ static int decode(const unsigned char *at, const unsigned char *end, int64_t *ou
     return 0;
 }
 
+struct list {
+    const unsigned char *data;
+    Py_ssize_t size;
+};
+
 PyDoc_STRVAR(decode_varints_doc,
-"decode_varints(packed: bytes) -> bytearray\n--\n\n"
-"Return the int64 values of a packed list of integers.\n\n"
-"Raises ValueError if one of them is cut off or longer than 10 bytes.");
+"decode_varints(packed: tuple[bytes, ...]) -> tuple[bytearray, bytearray]\n--\n\n"
+"Return the int64 values of packed lists of integers, one list after the other, and their int64 numbers.\n\n"
+"Raises ValueError if an integer is cut off or longer than 10 bytes. Lets other threads run meanwhile.");
 
 static PyObject *decode_varints(PyObject *Py_UNUSED(module), PyObject *packed)
 {
-    char *data;
-    Py_ssize_t size, count = 0;
-    if (PyBytes_AsStringAndSize(packed, &data, &size))
+    const Py_ssize_t num_lists = PyTuple_Size(packed);
+    if (num_lists < 0)
         return NULL;
-    for (Py_ssize_t i = 0; i < size; i++)
-        count += (unsigned char)data[i] < 128;
-    if (count > PY_SSIZE_T_MAX / (Py_ssize_t)sizeof(int64_t))
-        return PyErr_NoMemory();
-    PyObject *found = PyByteArray_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
-    if (!found)
-        return NULL;
-    const unsigned char *begin = (const unsigned char *)data;
-    if (decode(begin, begin + size, (int64_t *)(void *)PyByteArray_AsString(found))) {
-        Py_DECREF(found);
-        PyErr_SetString(PyExc_ValueError, "a packed integer is cut off, or longer than 10 bytes");
-        return NULL;
+    PyObject *found = NULL, *values = NULL;
+    PyObject *counts = PyByteArray_FromStringAndSize(NULL, num_lists * (Py_ssize_t)sizeof(int64_t));
+    struct list *lists = PyMem_Calloc((size_t)num_lists, sizeof(*lists));
+    if (!counts || !lists) {
+        PyErr_NoMemory();
+        goto end;
     }
+    int64_t *count = (int64_t *)(void *)PyByteArray_AsString(counts), total = 0;
+    for (Py_ssize_t i = 0; i < num_lists; i++) {
+        char *data;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(packed, i), &data, &lists[i].size))
+            goto end;
+        lists[i].data = (const unsigned char *)data;
+        count[i] = 0;
+        for (Py_ssize_t j = 0; j < lists[i].size; j++)
+            count[i] += lists[i].data[j] < 128;
+        total += count[i];
+    }
+    if (total > PY_SSIZE_T_MAX / (Py_ssize_t)sizeof(int64_t)) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    values = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)total * (Py_ssize_t)sizeof(int64_t));
+    if (!values)
+        goto end;
+    int64_t *out = (int64_t *)(void *)PyByteArray_AsString(values);
+    int is_whole = 1;
+    PyThreadState *state = PyEval_SaveThread();
+    for (Py_ssize_t i = 0; i < num_lists && is_whole; i++) {
+        is_whole = !decode(lists[i].data, lists[i].data + lists[i].size, out);
+        out += count[i];
+    }
+    PyEval_RestoreThread(state);
+    if (is_whole)
+        found = PyTuple_Pack(2, values, counts);
+    else
+        PyErr_SetString(PyExc_ValueError, "a packed integer is cut off, or longer than 10 bytes");
+end:
+    PyMem_Free(lists);
+    Py_XDECREF(values);
+    Py_XDECREF(counts);
     return found;
 }
 

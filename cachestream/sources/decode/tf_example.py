@@ -26,6 +26,8 @@ except ImportError:  # no compiler at the installation
 
 # The values of a bytes_list, a float_list or an int64_list, in order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
+# A feature of many records: the values of each, or None; as the rows of an array if each has equally many numbers.
+ByRecord = list[Feature | None] | npt.NDArray[Any]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
 Column = npt.NDArray[Any] | list[str] | list[bytes]
 _KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
@@ -121,10 +123,10 @@ def _feature(feature: Any) -> Feature | None:
     return None
 
 
-def parse_examples(records: Iterable[bytes]) -> list[dict[str, Feature]]:
-    """Return what `parse_example` returns for each of `records`, by a few calls for all of them.
+def parse_examples(records: Iterable[bytes]) -> dict[str, ByRecord]:
+    """Return what `parse_example` returns for each of `records`, by the name of the feature, in a few calls for all.
 
-    Raises ValueError if any of them is no Example, or is written in an unusual way.
+    Raises ValueError if a record is no Example, or is written in an unusual way.
     """
     # Each level of all messages is parsed as one message; the sizes of the parts tell that none lies in two of them.
     records = list(records)
@@ -147,16 +149,17 @@ def parse_examples(records: Iterable[bytes]) -> list[dict[str, Feature]]:
         )
     ):
         raise ValueError("a tf.train.Example that is written in an unusual way")
-    examples: list[dict[str, Feature]] = [{} for _ in records]
+    features: dict[str, ByRecord] = {}
     for key, by_record in found.items():
-        name = key.decode()
-        for number, feature in zip(by_record, _features(list(by_record.values())), strict=True):
-            if feature is not None:
-                examples[number][name] = feature
-    return examples
+        column = _features(list(by_record.values()))
+        if len(by_record) < len(records):
+            of_record = dict(zip(by_record, column, strict=True))
+            column = [of_record.get(number) for number in range(len(records))]
+        features[key.decode()] = column
+    return features
 
 
-def _features(serialized: list[bytes]) -> list[Feature | None]:
+def _features(serialized: list[bytes]) -> ByRecord:
     """Return the values of each serialized Feature: together, if all hold one string or one packed list."""
     many = _parse("ManyValues", *serialized)
     for kind in ("bytes_list", "float_list", "int64_list"):
@@ -167,10 +170,20 @@ def _features(serialized: list[bytes]) -> list[Feature | None]:
         if kind == "bytes_list":
             return [[value] for value in values]
         if kind == "float_list":
-            return [np.frombuffer(value, "<f4") for value in values]
+            if (_lengths(values) % 4).any():
+                raise ValueError("a float is cut off")
+            return _rows(np.frombuffer(bytearray().join(values), "<f4"), _lengths(values) // 4)
         if in_c is not None:
-            return [np.frombuffer(in_c.decode_varints(value), np.int64) for value in values]
+            numbers, counts = in_c.decode_varints(tuple(values))
+            return _rows(np.frombuffer(numbers, np.int64), np.frombuffer(counts, np.int64))
     return [_feature(_parse("Feature", one)) for one in serialized]
+
+
+def _rows(values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> ByRecord:
+    """Cut `values` into parts of `counts` values: the rows of an array, if these are equal."""
+    if (counts == counts[0]).all():
+        return values.reshape(len(counts), -1)
+    return [values[stop - count : stop] for stop, count in zip(np.cumsum(counts), counts, strict=True)]
 
 
 def _are_in_turn(values: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> bool:
@@ -260,27 +273,28 @@ class FeatureFields:
     def _is_image(self, data: bytes) -> bool:
         return self._decode_images and looks_like_image(data)
 
-    def columns(self, examples: Sequence[Mapping[str, Feature]]) -> dict[str, Column] | None:
-        """Return the fields of many examples in columns, with the values that `sample` gives.
+    def columns(self, features: Mapping[str, ByRecord]) -> dict[str, Column] | None:
+        """Return the fields of many examples, of which `features` holds the values, with those that `sample` gives.
 
         None if the examples differ in shape, hold images, or cannot all be used.
         """
-        names = examples[0].keys()
-        if any(example.keys() != names for example in examples):
-            return None
         columns: dict[str, Column] = {}
-        for name, kind in (dict.fromkeys(names, _INFERRED) if self._kinds is None else self._kinds).items():
-            column = self._column([example[name] for example in examples], kind) if name in names else None
+        kinds: Mapping[str, Any] = dict.fromkeys(features, _INFERRED) if self._kinds is None else self._kinds
+        for name, kind in kinds.items():
+            column = self._column(features[name], kind) if name in features else None
             if column is None:
                 return None
             columns[name] = column
-        return columns
+        return columns or None
 
-    def _column(self, features: Sequence[Any], kind: Any) -> Column | None:
-        if len({(type(feature), len(feature)) for feature in features}) > 1:
+    def _column(self, features: list[Any] | npt.NDArray[Any], kind: Any) -> Column | None:
+        if isinstance(features, np.ndarray):
+            return _number_column(features, kind)
+        if any(one is None for one in features) or len({(type(one), len(one)) for one in features}) > 1:
             return None
         if isinstance(features[0], np.ndarray):
-            return _number_column(features, kind)
+            alike = len({feature.dtype for feature in features}) == 1
+            return _number_column(np.stack(features), kind) if alike else None
         if len(features[0]) != 1:
             return None
         values = [feature[0] for feature in features]
@@ -308,15 +322,13 @@ def _from_numbers(name: str, feature: npt.NDArray[Any], kind: Any) -> Any:
         raise SampleError(f"feature '{name}': {len(feature)} values do not make the shape {kind}") from error
 
 
-def _number_column(features: Sequence[npt.NDArray[Any]], kind: Any) -> Column | None:
-    """Return the features of all examples, which have equally many values, as a column of `kind`."""
-    if len({feature.dtype for feature in features}) > 1:
-        return None
+def _number_column(features: npt.NDArray[Any], kind: Any) -> Column | None:
+    """Return the features of all examples, a row each, as a column of `kind`."""
     try:
         first = _from_numbers("", features[0], kind)
     except SampleError:
         return None
-    return np.concatenate(features).reshape(len(features), *np.shape(first))
+    return features.reshape(len(features), *np.shape(first))
 
 
 def _single(name: str, feature: Any) -> Any:
