@@ -24,7 +24,7 @@ from tests.storage.support import Line, assert_sound, fork, new_cache
 
 FIRST = 20
 PAGE = 15
-NAMES = [f"folder-{number // PAGE}/{number:03d}-{'x' * (number % 7)}.bin" for number in range(60)]
+NAMES = [f"folder-{number // PAGE}/{number:03d}-{'x' * (number % 7)}.bin" for number in range(50)]
 
 
 @dataclass(frozen=True)
