@@ -1,8 +1,10 @@
-"""Sources and transforms for the workers under test. What a sample holds can be told from its key."""
+"""Sources and transforms for the workers under test. What a sample holds can be told from its key.
+
+Every worker under test loads this module, so it loads little: what one source needs, that source imports.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import resource
@@ -19,8 +21,6 @@ import xxhash
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.base import Rows
-from cachestream.transport.remote import Remote
-from cachestream.transport.remote_object import fetch
 
 if TYPE_CHECKING:
     from cachestream import LinesSource
@@ -41,6 +41,11 @@ class FetchedElsewhere:
     fingerprint: str = "elsewhere"
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, int]]]:
+        import asyncio
+
+        from cachestream.transport.remote import Remote
+        from cachestream.transport.remote_object import fetch
+
         data = asyncio.run(asyncio.to_thread(fetch, Remote(str(self.path)), str(self.path)))
         yield str(unit), {"size": len(data)}
 
@@ -261,13 +266,10 @@ class Drawn:
         return iter(np.random.default_rng().permutation(self.units).tolist())
 
 
-RAISED = {"raise": ValueError("this sample is bad"), "cancelled": asyncio.CancelledError()}
-
-
 def misbehave(kind: str, sample: Any) -> Any:
     """Do to this process what a transform or a source may do, by name; "" does nothing."""
-    if kind in RAISED:
-        raise RAISED[kind]
+    if kind in ("raise", "cancelled"):
+        raise _error(kind)
     if kind == "nonsense":
         return {"x": object()}
     if kind == "none":
@@ -284,6 +286,12 @@ def misbehave(kind: str, sample: Any) -> Any:
     if kind == "memory":
         _eat_memory()
     return sample
+
+
+def _error(kind: str) -> BaseException:
+    import asyncio
+
+    return {"raise": ValueError("this sample is bad"), "cancelled": asyncio.CancelledError()}[kind]
 
 
 def _eat_memory() -> None:
