@@ -1,8 +1,10 @@
-"""Sources and transforms for the workers under test. What a sample holds can be told from its key."""
+"""Sources and transforms for the workers under test. What a sample holds can be told from its key.
+
+Every worker under test loads this module, so it loads little: what one source needs, that source imports.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import resource
@@ -11,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,9 @@ import xxhash
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.base import Rows
-from cachestream.transport.remote import Remote
-from cachestream.transport.remote_object import fetch
+
+if TYPE_CHECKING:
+    from cachestream import LinesSource
 
 
 def content(key: str, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -38,6 +41,11 @@ class FetchedElsewhere:
     fingerprint: str = "elsewhere"
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, int]]]:
+        import asyncio
+
+        from cachestream.transport.remote import Remote
+        from cachestream.transport.remote_object import fetch
+
         data = asyncio.run(asyncio.to_thread(fetch, Remote(str(self.path)), str(self.path)))
         yield str(unit), {"size": len(data)}
 
@@ -160,13 +168,108 @@ class Mute(Numbers):
             yield key, sample
 
 
-RAISED = {"raise": ValueError("this sample is bad"), "cancelled": asyncio.CancelledError()}
+@dataclass(frozen=True)
+class Gated:
+    """Files of lines, of which the later ones are read only when a file exists."""
+
+    lines: LinesSource
+    path: str
+
+    @property
+    def fingerprint(self) -> str:
+        return self.lines.fingerprint
+
+    @property
+    def num_units(self) -> int:
+        return self.lines.num_units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        while unit and not os.path.exists(self.path):
+            time.sleep(0.05)
+        yield from self.lines.read(unit, rng)
+
+
+@dataclass(frozen=True)
+class LateFloats(Numbers):
+    """40 units of integers, and after them units of floats, which come when the file `gate` exists."""
+
+    gate: str = ""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        while unit >= 40 and self.gate and not os.path.exists(self.gate):
+            time.sleep(0.05)
+        return f"{unit}/{sample}", {"score": unit if unit < 40 else unit + 0.5, "y": np.ones(999)}
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        for key, sample in self.read(unit, rng):
+            yield Rows([key], {name: np.array([value]) for name, value in sample.items()})
+
+    @property
+    def scores(self) -> list[float]:
+        return [self.sample(unit, 0)[1]["score"] for unit in range(self.units or 0)]
+
+
+@dataclass(frozen=True)
+class Mixed(Numbers):
+    """Samples of which one in three is another, the first one among them."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        return f"{unit}/{sample}", {"text": "about"} if unit % 3 == 0 else {"number": unit}
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        for key, sample in self.read(unit, rng):
+            yield Rows([key], {"number": np.array([unit])}) if unit % 3 else (key, sample)
+
+
+@dataclass(frozen=True)
+class Scores(Numbers):
+    """Numbers as JSON has them: every second one is whole."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        return f"{unit}/{sample}", {"score": unit if unit % 2 == 0 else unit + 0.5, "x": [1, 2]}
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        for key, sample in self.read(unit, rng):
+            yield Rows([key], {"score": np.array([sample["score"]]), "x": np.array([sample["x"]])})
+
+
+@dataclass(frozen=True)
+class TwoLarge(Numbers):
+    """Numbers, of which one is larger than a shard, and one larger than the limit."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, dict[str, object]]:
+        key = f"{unit}/{sample}"
+        nbytes = {"20/1": 1_600_000, "30/0": 8_000_000}.get(key, self.nbytes)
+        return key, {"data": content(key, nbytes).tobytes()}
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        keys, samples = zip(*self.read(unit, rng), strict=True)
+        yield Rows(keys, {"data": [sample["data"] for sample in samples]})
+
+
+@dataclass(frozen=True)
+class Documents(Numbers):
+    """Documents of 20 to 99 bytes, the tokens."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        key, found = super().sample(unit, sample)
+        return key, {"x": found["x"][: 20 + int(found["x"][0]) % 80]}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sampler that draws `units` units in an order that is another each time."""
+
+    units: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(self.units).tolist())
 
 
 def misbehave(kind: str, sample: Any) -> Any:
     """Do to this process what a transform or a source may do, by name; "" does nothing."""
-    if kind in RAISED:
-        raise RAISED[kind]
+    if kind in ("raise", "cancelled"):
+        raise _error(kind)
     if kind == "nonsense":
         return {"x": object()}
     if kind == "none":
@@ -183,6 +286,12 @@ def misbehave(kind: str, sample: Any) -> Any:
     if kind == "memory":
         _eat_memory()
     return sample
+
+
+def _error(kind: str) -> BaseException:
+    import asyncio
+
+    return {"raise": ValueError("this sample is bad"), "cancelled": asyncio.CancelledError()}[kind]
 
 
 def _eat_memory() -> None:

@@ -230,7 +230,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> str:
     """The output of `code`, run in a Python of its own; fails if it failed."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -246,7 +246,7 @@ ATTACHING = """
 import sys
 import cachestream as cs
 from tests.worker.sources import Numbers
-worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1, detach="detach" in sys.argv)
+worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.05), num_workers=1, detach="detach" in sys.argv)
 print("attached" if worker.attached else "started", flush=True)
 sys.stdin.readline()
 worker.close()
@@ -257,7 +257,7 @@ worker.close()
 def script(path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()) -> Iterator[Script]:
     """Run `code` as a script at `path`."""
     path.write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *options, str(path), *arguments],
         cwd=path.parent,

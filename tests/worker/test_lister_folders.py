@@ -158,7 +158,7 @@ def test_a_local_tree_is_cached_once_whenever_its_worker_is_killed(
     cache: Cache, processes: Processes, tmp_path: Path, order: str
 ) -> None:
     root = tmp_path / "tree"
-    keys = put(root, names_of(range(60)))
+    keys = put(root, names_of(range(30)))
     for count in (1, FIRST + 1, 10 * A_FOLDER):
         worker = cs.start_worker(
             cache, FileSource(root, first_names=FIRST), num_workers=2, order=order, shard_size="4kB"

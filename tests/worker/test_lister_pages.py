@@ -42,8 +42,9 @@ from tests.worker.support import (
     wait_until,
 )
 
-FIRST = 200
+FIRST = 40
 PAGE = 1000
+READ = PAGE // 25  # of each page
 NAMES = FIRST + PAGE + 300
 
 
@@ -67,9 +68,9 @@ def put(bucket: Path, names: list[str]) -> set[str]:
 
 
 def names_in(count: int) -> list[str]:
-    """Names in two folders, of which "a-b/" is listed first; after the first ones only every tenth is read."""
+    """Names in two folders, of which "a-b/" is listed first; after the first ones only every 25th is read."""
     first = [f"a-b/{number:05d}.bin" for number in range(FIRST)]
-    return first + [f"a/{n:05d}.{'txt' if n % 10 else 'bin'}" for n in range(count - FIRST)]
+    return first + [f"a/{n:05d}.{'txt' if n % 25 else 'bin'}" for n in range(count - FIRST)]
 
 
 class Remote:
@@ -95,64 +96,73 @@ def remote(buckets: Iterator[tuple[S3Server, str]], s3_proxy: FaultyProxy) -> Re
     return Remote(server, s3_proxy, name)
 
 
-def test_samples_are_cached_while_the_listing_still_runs_and_in_the_end_every_object_once(
-    cache: Cache, remote: Remote
+def lister_pids(processes: Processes) -> list[int]:
+    """The processes that list; there is one, or none while another is about to start."""
+    return processes.called("cs-lister")
+
+
+def test_samples_are_cached_while_the_listing_still_runs_and_the_next_pass_is_over_all_units(
+    cache: Cache, remote: Remote, processes: Processes
 ) -> None:
     keys = put(remote.folder, names_in(NAMES))
     source = remote.open()
     remote.proxy.lists_allowed = 0
-    with cs.start_worker(cache, source, num_workers=2) as worker:
+    with cs.start_worker(cache, source, num_workers=2, shard_size="2kB") as worker:
         cache.wait(FIRST, DEADLINE_S)
         assert len(only_once(cache)) == FIRST
         assert cache.fill_state() == "filling"
         assert cache.status().pass_done is None
         remote.proxy.lists_allowed = 1
-        cache.wait(FIRST + PAGE // 10, DEADLINE_S)
-        assert listed(cache) == FIRST + PAGE // 10
+        cache.wait(FIRST + READ, DEADLINE_S)
+        assert listed(cache) == FIRST + READ
+        for pid in lister_pids(processes):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: "the lister ended with code -15" in log_of(cache), "it counts as dead")
         remote.proxy.lists_allowed = None
-        assert worker.wait(DEADLINE_S)
+        assert worker.wait(DEADLINE_S), "another one goes on"
         assert cache.status().pass_done == 1.0
+        assert only_once(cache) == keys
+        first = plan_of(cache)
+        assert first.segments[:2] == (FIRST, FIRST + READ)
+        assert source.is_listing, "the listing was done by the worker, not here"
+
+        units = cache.status().worker.totals.units  # type: ignore[union-attr]
+        assert units == len(keys)
+        cache.evict(cache.size_bytes // 2)
+        gone = len(keys) - cache.num_samples
+        wait_until(lambda: plan_of(cache).ordinal == first.ordinal + 1, "another pass begins")
+        wait_until(lambda: cache.num_samples == len(keys), "all is there again")
+        assert worker.wait(DEADLINE_S)
+        again = cache.status().worker.totals.units - units  # type: ignore[union-attr]
+        # The last one of each process may have been published before it was known that its unit has no more.
+        assert gone <= again <= gone + 2
     assert only_once(cache) == keys
-    assert plan_of(cache).segments[:2] == (FIRST, FIRST + PAGE // 10)
-    assert source.is_listing, "the listing was done by the worker, not here"
+    second = plan_of(cache)
+    assert (second.num_units, second.listing, second.segments) == (len(keys), first.listing, ())
 
 
-def test_after_a_kill_in_mid_listing_it_goes_on_after_the_last_page_and_no_object_comes_twice(
+def test_after_kills_in_mid_listing_and_after_it_nothing_is_listed_again_and_no_object_comes_twice(
     cache: Cache, remote: Remote, processes: Processes
 ) -> None:
     keys = put(remote.folder, names_in(NAMES))
     source = remote.open()
+    options: dict[str, Any] = {"num_workers": 1, "order": "sequential"}
     remote.proxy.lists_allowed = 1
-    first = cs.start_worker(cache, source, num_workers=2, order="sequential")
-    wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
+    first = cs.start_worker(cache, source, **{**options, "num_workers": 2})
+    wait_until(lambda: listed(cache) == FIRST + READ, "a page is stored")
     cache.wait(FIRST + 1, DEADLINE_S)
+    remote.proxy.others_allowed = 0
     kill_supervisor(cache, processes, first)
     remote.proxy.lists, remote.proxy.lists_allowed = 0, None
-    fill(cache, remote.open(), num_workers=2, order="sequential")
-    assert remote.proxy.lists == 1 + 1 + 1, "the first names, the folders, and the page that was missing"
-    assert only_once(cache) == keys
-
-
-def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
-    cache: Cache, remote: Remote, processes: Processes
-) -> None:
-    keys = put(remote.folder, names_in(NAMES))
-    source = remote.open()
-    remote.proxy.others_allowed = 50
-    first = cs.start_worker(cache, source, num_workers=1)
+    second = cs.start_worker(cache, remote.open(), **options)
     wait_until(lambda: listed(cache) == len(keys), "all is listed")
-    cache.wait(1, DEADLINE_S)
-    kill_supervisor(cache, processes, first)
+    assert remote.proxy.lists == 1 + 1 + 1, "the first names, the folders, and the page that was missing"
+    kill_supervisor(cache, processes, second)
     assert cache.num_samples < len(keys)
     remote.proxy.others_allowed, remote.proxy.lists = None, 0
-    fill(cache, remote.open(), num_workers=2)
+    fill(cache, remote.open(), **options)
     assert remote.proxy.lists == 1 + 1, "the first names, and the folders"
     assert only_once(cache) == keys
-
-
-def lister_pids(processes: Processes) -> list[int]:
-    """The processes that list; there is one, or none while another is about to start."""
-    return processes.called("cs-lister")
 
 
 @pytest.mark.slow  # it waits for a process to be taken for dead: on a busy machine others are, too
@@ -168,7 +178,7 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
         if new := set(lister_pids(processes)) - seen:
             seen.update(new)
             remote.proxy.lists_allowed = 1
-        return listed(cache) == FIRST + PAGE // 10
+        return listed(cache) == FIRST + READ
 
     def has_ended(pid: int) -> bool:
         if pid in lister_pids(processes):
@@ -181,27 +191,11 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
         wait_until(has_stored_a_page, "a page is stored")
         stopped = next(iter(lister_pids(processes)))
         wait_until(lambda: has_ended(stopped), "it is ended")
-        assert listed(cache) == FIRST + PAGE // 10
+        assert listed(cache) == FIRST + READ
         remote.proxy.lists, remote.proxy.lists_allowed = 0, None
         assert worker.wait(DEADLINE_S)
     ended = log_of(cache).count("no sign of life")
     assert 1 <= remote.proxy.lists <= ended, "the page that was missing, and no other"
-    assert only_once(cache) == keys
-
-
-def test_a_lister_that_is_ended_by_a_signal_counts_as_dead_and_another_one_goes_on(
-    cache: Cache, remote: Remote, processes: Processes
-) -> None:
-    keys = put(remote.folder, names_in(NAMES))
-    source = remote.open()
-    remote.proxy.lists_allowed = 1
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
-        for pid in lister_pids(processes):
-            os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: "the lister ended with code -15" in log_of(cache), "it is dead")
-        remote.proxy.lists_allowed = None
-        assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys
 
 
@@ -216,11 +210,11 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
     lister = Lister(job, None, share(job), Listings(cache.directory))
     lister.begin()
     try:
-        wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
+        wait_until(lambda: listed(cache) == FIRST + READ, "a page is stored")
         life_s = lister.process.life_s
         assert life_s is not None
         wait_until(lambda: (lister.process.life_s or 0) > life_s + 0.7, "it lives, though nothing comes")
-        assert listed(cache) == FIRST + PAGE // 10
+        assert listed(cache) == FIRST + READ
         later_s = time.monotonic() + 1000.0
         lister.tick(later_s, resumed_s=later_s - 1.0)
         assert not caplog.messages, "it could show no life while all were stopped"
@@ -297,7 +291,7 @@ def test_epochs_over_a_pass_that_grew_come_back_byte_for_byte_in_other_caches_an
     source = remote.open()
     remote.proxy.lists_allowed = 1
     with cs.start_worker(cache, source, **options) as worker:
-        cache.wait(FIRST + PAGE // 10, DEADLINE_S)
+        cache.wait(FIRST + READ, DEADLINE_S)
         batches = [trained(cache, record=tmp_path / "early")]
         early = cache.num_shards
         remote.proxy.lists_allowed = None
@@ -338,28 +332,6 @@ def test_epochs_over_a_pass_that_grew_come_back_byte_for_byte_in_other_caches_an
         assert only_once(other) == keys
 
 
-def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
-    cache: Cache, remote: Remote
-) -> None:
-    keys = put(remote.folder, names_in(450))
-    with cs.start_worker(cache, remote.open(), num_workers=2, shard_size="20kB") as worker:
-        assert worker.wait(DEADLINE_S)
-        first = plan_of(cache)
-        units = cache.status().worker.totals.units  # type: ignore[union-attr]
-        assert units == len(keys)
-        cache.evict(cache.size_bytes // 2)
-        gone = len(keys) - cache.num_samples
-        wait_until(lambda: plan_of(cache).ordinal == first.ordinal + 1, "another pass begins")
-        wait_until(lambda: cache.num_samples == len(keys), "all is there again")
-        assert worker.wait(DEADLINE_S)
-        again = cache.status().worker.totals.units - units  # type: ignore[union-attr]
-        # The last one of each process may have been published before it was known that its unit has no more.
-        assert gone <= again <= gone + 2
-    assert only_once(cache) == keys
-    second = plan_of(cache)
-    assert (second.num_units, second.listing, second.segments) == (len(keys), first.listing, ())
-
-
 def labels_in(cache: Cache) -> dict[str, int]:
     """The labels of all samples."""
     found: dict[str, int] = {}
@@ -381,10 +353,11 @@ def put_images(bucket: Path, names: list[str]) -> None:
 def test_labelled_images_are_cached_after_one_page_and_those_of_a_deeper_folder_are_left_out_and_counted(
     cache: Cache, remote: Remote
 ) -> None:
-    names = [f"a/{number:05d}.jpg" for number in range(PAGE)]
+    names = [f"a/{number:05d}.jpg" for number in range(0, PAGE, 25)]
     put_images(remote.folder, [*names, "a/z/1.jpg", "b/1.jpg"])
+    put(remote.folder, [f"a/{number:05d}.txt" for number in range(PAGE) if number % 25])
     remote.proxy.lists_allowed = 2  # one page, and the folders
-    source = cs.open_source(remote.url, storage_options=remote.options)
+    source = cs.open_source(remote.url, storage_options=remote.options, extensions=["jpg"])
     assert isinstance(source, FileSource)
     assert source.label_names == ("a", "b")
     with cs.start_worker(cache, source, num_workers=1) as worker:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,11 @@ import cachestream as cs
 from cachestream import Cache, ConfigError, WorkerError
 from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.shard import MappedShard
-from tests.worker.sources import Numbers
+from tests.worker.sources import Documents
 from tests.worker.support import fill, only_once, sampling_pids, wait_until
 
 DEADLINE_S = 60.0
 PACKING = cs.pack_tokens(29, "x", eos=256)
-
-
-@dataclass(frozen=True)
-class SlowDocuments(Numbers):
-    """Documents of 20 to 99 bytes, the tokens."""
-
-    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
-        key, found = super().sample(unit, sample)
-        return key, {"x": found["x"][: 20 + int(found["x"][0]) % 80]}
 
 
 def expected(source: Any, packing: Any = PACKING) -> dict[str, list[int]]:
@@ -59,8 +49,8 @@ def write_texts(path: Path, count: int) -> Path:
 
 
 def test_kills_within_units_cost_no_window_and_bring_none_twice(cache: Cache) -> None:
-    source, killed = SlowDocuments(units=120, samples=9, pause_s=0.05), 0
-    wanted = expected(SlowDocuments(units=120, samples=9))
+    source, killed = Documents(units=60, samples=9, pause_s=0.1), 0
+    wanted = expected(Documents(units=60, samples=9))
     with cs.start_worker(
         cache, source, num_workers=2, transform=PACKING, shard_size="2KB", concurrency=1
     ) as worker:
@@ -75,7 +65,7 @@ def test_kills_within_units_cost_no_window_and_bring_none_twice(cache: Cache) ->
 
 
 def test_what_is_left_over_is_counted(cache: Cache) -> None:
-    source = SlowDocuments(units=30, samples=2)
+    source = Documents(units=30, samples=2)
     with cs.start_worker(cache, source, num_workers=1, transform=PACKING) as worker:
         worker.wait(timeout_s=DEADLINE_S)
         totals = worker.status().worker.totals  # type: ignore[union-attr]
@@ -85,19 +75,14 @@ def test_what_is_left_over_is_counted(cache: Cache) -> None:
     assert totals.failures == 0
 
 
-def test_a_worker_goes_on_where_the_one_before_was_stopped(cache: Cache) -> None:
-    wanted = expected(SlowDocuments(units=60, samples=9))
-    source = SlowDocuments(units=60, samples=9, pause_s=0.03)
+def test_a_worker_goes_on_where_the_one_before_was_stopped_and_in_no_other_packing(cache: Cache) -> None:
+    wanted = expected(Documents(units=30, samples=9))
+    source = Documents(units=30, samples=9, pause_s=0.06)
     with cs.start_worker(cache, source, num_workers=1, transform=PACKING, shard_size="2KB"):
         cache.wait(len(wanted) // 3, timeout_s=DEADLINE_S)
     assert cache.num_samples < len(wanted)
     fill(cache, source, transform=PACKING, shard_size="2KB")
     assert cached(cache) == wanted
-
-
-def test_a_cache_holds_windows_of_one_packing(cache: Cache) -> None:
-    source = SlowDocuments(units=3, samples=9)
-    fill(cache, source, transform=PACKING)
     with (
         pytest.raises(ConfigError, match=r"packed:29:.*packed:19:.* use another directory"),
         cs.start_worker(cache, source, num_workers=1, transform=cs.pack_tokens(19, "x", eos=256)) as worker,
@@ -137,13 +122,12 @@ def test_a_listing_that_goes_on_is_packed_to_its_end(cache: Cache, tmp_path: Pat
 
 def test_held_out_samples_and_windows_do_not_go_together(cache: Cache) -> None:
     with pytest.raises(ConfigError, match=r"pack_tokens\(\) has no holdout=: .* two caches"):
-        cs.start_worker(cache, SlowDocuments(), transform=PACKING, holdout=0.1)
-    with cs.start_worker(cache, SlowDocuments(units=3), num_workers=1, transform=PACKING) as worker:
+        cs.start_worker(cache, Documents(), transform=PACKING, holdout=0.1)
+    with cs.start_worker(cache, Documents(units=3), num_workers=1, transform=PACKING) as worker:
         assert worker.wait(timeout_s=DEADLINE_S), "the refused start stored no share"
-    with cs.start_worker(cache, SlowDocuments(units=3), num_workers=1, transform=PACKING):
         cs.EpochLoader(cache, 2, split="train", holdout=0.1, min_samples=1).close()
     with pytest.raises(ConfigError, match=r"holds out 0\.1 of its samples; 'cachestream clear' forgets it"):
-        cs.start_worker(cache, SlowDocuments(units=3), transform=PACKING)
+        cs.start_worker(cache, Documents(units=3), transform=PACKING)
 
 
 def test_a_wrong_field_is_told_with_the_fields_there_are(cache: Cache, tmp_path: Path) -> None:
@@ -158,7 +142,7 @@ def test_a_worker_of_which_no_document_can_be_used_ends_with_the_reason(cache: C
     with (
         pytest.raises(WorkerError, match=r"has no field 'tokens' to pack, but 'x': give pack_tokens\(field="),
         cs.start_worker(
-            cache, SlowDocuments(units=400, samples=3), num_workers=1, transform=cs.pack_tokens(15)
+            cache, Documents(units=400, samples=3), num_workers=1, transform=cs.pack_tokens(15)
         ) as worker,
     ):
         worker.wait(timeout_s=DEADLINE_S)

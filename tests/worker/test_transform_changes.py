@@ -47,44 +47,36 @@ def test_what_has_no_code_to_see_is_not_judged() -> None:
     assert transform_fingerprint(dict) == ""
 
 
-def test_a_changed_transform_is_warned_of_once_while_samples_of_the_other_are_cached(
-    cache: Cache, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fill(transform: Any) -> list[str]:
-        caplog.clear()
-        with (
-            caplog.at_level(logging.WARNING, "cachestream"),
-            cs.start_worker(cache, Numbers(8), num_workers=1, transform=transform) as worker,
-        ):
-            assert worker.wait(DEADLINE_S)
-        return [record.getMessage() for record in caplog.records if "transform" in record.getMessage()]
-
-    assert fill(lambda sample: sample) == []
-    assert fill(lambda sample: sample) == []
-    (warning,) = fill(lambda sample: {**sample, "more": 1})
-    assert "the transform has changed" in warning
-    assert "'cachestream clear'" in warning
-    assert fill(lambda sample: {**sample, "more": 1}) == []
-    cache.clear()
-    assert fill(None) == []
-
-
-def test_a_process_that_attaches_with_another_transform_is_warned_and_the_one_in_use_stays_known(
+def test_a_changed_transform_is_warned_of_once_where_it_attaches_or_samples_of_the_other_are_cached(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
     def keep(sample: Any) -> Any:
         return sample
+
+    def adds(sample: Any) -> Any:
+        return {**sample, "more": 1}
 
     def warnings() -> list[str]:
         found = [record.getMessage() for record in caplog.records if "transform" in record.getMessage()]
         caplog.clear()
         return found
 
+    def fill(transform: Any) -> list[str]:
+        with cs.start_worker(cache, Numbers(8), num_workers=1, transform=transform) as worker:
+            assert worker.wait(DEADLINE_S)
+        return warnings()
+
     caplog.set_level(logging.WARNING, "cachestream")
     with cs.start_worker(cache, Numbers(8), num_workers=1, transform=keep) as worker:
         assert worker.wait(DEADLINE_S)
-        with cs.start_worker(cache, Numbers(8), transform=lambda sample: {**sample, "more": 1}):
+        assert warnings() == []
+        with cs.start_worker(cache, Numbers(8), transform=adds):
             (warning,) = warnings()
             assert "which the running worker goes on with" in warning
-    with cs.start_worker(cache, Numbers(8), num_workers=1, transform=keep):
-        assert warnings() == []
+    assert fill(keep) == [], "the one in use stays known"
+    (warning,) = fill(adds)
+    assert "the transform has changed" in warning
+    assert "'cachestream clear'" in warning
+    assert fill(adds) == []
+    cache.clear()
+    assert fill(None) == []

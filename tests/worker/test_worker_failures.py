@@ -75,23 +75,6 @@ def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None
     assert failures_of(cache) == {"source": 4, "sample": 1, "quarantined": len(KILLERS)}
 
 
-def test_one_bad_sample_in_a_large_unit_costs_nothing_that_came_before(cache: Cache) -> None:
-    def transform(sample: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        if sample["n"] == 30:
-            raise ValueError("bad")
-        return sample
-
-    class Many(Numbers):
-        def sample(self, unit: int, sample: int) -> tuple[str, object]:
-            key, fields = super().sample(unit, sample)
-            return key, {**fields, "n": sample}
-
-    source = Many(3, 50)
-    fill(cache, source, transform=transform)
-    assert only_once(cache) == source.keys() - {f"{unit}/30" for unit in range(3)}
-    assert failures_of(cache) == {"transform": 3}
-
-
 def test_samples_of_another_kind_are_skipped_and_shapes_that_differ_are_kept(cache: Cache) -> None:
     # Three processes claim two units at a time, so none begins with one of the odd units.
     with cs.start_worker(cache, Ragged(100), num_workers=3, order="sequential") as worker:
@@ -106,7 +89,7 @@ def test_samples_of_another_kind_are_skipped_and_shapes_that_differ_are_kept(cac
 
 def test_a_worker_whose_shards_are_taken_away_says_what_is_wrong(cache: Cache) -> None:
     away = f"{cache.directory.shards}-away"
-    with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1) as worker:
+    with cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=1) as worker:
         cache.wait(1, DEADLINE_S)
         os.rename(cache.directory.shards, away)
         Path(cache.directory.shards).touch()
@@ -177,7 +160,7 @@ def test_a_transform_that_always_raises_ends_with_its_error_not_with_the_data(ca
 
 
 def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) -> None:
-    source = Numbers(300, pause_s=0.01)
+    source = Numbers(75, pause_s=0.04)
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:
         cache.wait(1, DEADLINE_S)
         (pid,) = sampling_pids(cache)
@@ -211,7 +194,7 @@ def test_a_remote_that_refuses_everything_ends_the_worker_with_one_clear_error(
 ) -> None:
     switch, journal = tmp_path / "switch", tmp_path / "journal"
     switch.write_text("refused", encoding="utf-8")
-    source = Switched(1000, switch=str(switch), journal=str(journal))
+    source = Switched(300, switch=str(switch), journal=str(journal))
     with (
         cs.start_worker(cache, source, num_workers=2, concurrency=4) as worker,
         pytest.raises(WorkerError, match="20 units in a row cannot be read, the last one: no such bucket"),
@@ -235,10 +218,23 @@ def test_a_few_units_that_are_all_refused_end_the_worker_too(tmp_path: Path, cac
         worker.wait(DEADLINE_S)
 
 
+LATIN = os.fsdecode(b"\xe9t\xe9.jpg")  # a file's name that is not UTF-8
+
+
 def test_an_outage_is_waited_out_and_costs_nothing(tmp_path: Path, cache: Cache) -> None:
+    class Away(Switched):
+        """Numbers whose remote is away at a path that is not UTF-8, while the file at `switch` says so."""
+
+        def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+            state = Path(self.switch).read_text(encoding="utf-8")
+            for index, item in enumerate(Numbers.read(self, unit, rng)):
+                if index == self.samples // 2 and state == "away":
+                    raise SourceUnavailableError(f"{LATIN}: no answer")
+                yield item
+
     switch = tmp_path / "switch"
     switch.write_text("ok", encoding="utf-8")
-    source = Switched(400, 4, pause_s=0.02, switch=str(switch))
+    source = Away(100, 4, pause_s=0.08, switch=str(switch))
     with cs.start_worker(cache, source, num_workers=2, concurrency=4) as worker:
         cache.wait(8, DEADLINE_S)
         switch.write_text("away", encoding="utf-8")
@@ -246,6 +242,7 @@ def test_an_outage_is_waited_out_and_costs_nothing(tmp_path: Path, cache: Cache)
         wait_until(lambda: status().worker.totals.retries > 4, "the remote is tried again")  # type: ignore[union-attr]
         wait_until(lambda: "waiting for the remote" in status().worker.states, "it says so")  # type: ignore[union-attr]
         wait_until(lambda: "waiting for the remote: " in status().remote_message, "and what for")
+        wait_until(lambda: "?t?.jpg: no answer" in status().remote_message, "it is named")
         with pytest.raises(NotEnoughSamplesError, match="waiting for the remote: "):
             cache.wait(10**6, 0.1)
         assert keys_of(cache), "training can go on"
@@ -260,68 +257,43 @@ def test_a_stop_during_an_outage_gives_nothing_up(tmp_path: Path, cache: Cache) 
     switch = tmp_path / "switch"
     switch.write_text("away", encoding="utf-8")
     source = Switched(50, 2, switch=str(switch))
-    for _ in range(2):
-        worker = cs.start_worker(cache, source, num_workers=1)
-        wait_until(lambda: cache.status().worker.totals.retries > 4, "it is tried")  # type: ignore[union-attr]
-        worker.stop(DEADLINE_S)
+    worker = cs.start_worker(cache, source, num_workers=1)
+    wait_until(lambda: cache.status().worker.totals.retries > 4, "it is tried")  # type: ignore[union-attr]
+    worker.stop(DEADLINE_S)
     switch.write_text("ok", encoding="utf-8")
     fill(cache, source)
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
 
 
-LATIN = os.fsdecode(b"\xe9t\xe9.jpg")  # a file's name that is not UTF-8
+def test_odd_keys_and_bad_samples_cost_no_other_of_their_units_and_are_named(cache: Cache) -> None:
+    class Odd(Numbers):
+        """Numbers that know their places; the fourth unit's first samples have keys that are no str, others odd ones."""
 
+        def sample(self, unit: int, sample: int) -> tuple[Any, Any]:
+            key, fields = super().sample(unit, sample)
+            odd = {
+                (3, 0): None,
+                (3, 1): 3,
+                (3, 2): b"key",
+                (3, 3): ("a", 1),
+                (3, 4): Path("a"),
+                (4, 0): LATIN,
+            }
+            return odd.get((unit, sample), key), {**fields, "unit": unit, "n": sample}
 
-class OddKeys(Numbers):
-    """Numbers whose third unit's samples have keys that are no str."""
-
-    def sample(self, unit: int, sample: int) -> tuple[Any, Any]:
-        key, fields = super().sample(unit, sample)
-        return (None, 3, b"key", ("a", 1), Path("a"), key)[sample] if unit == 3 else key, fields
-
-
-class Away(Switched):
-    """Numbers whose remote is away at a path that is not UTF-8."""
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        if not os.path.exists(self.switch):
-            raise SourceUnavailableError(f"{LATIN}: no answer")
-        yield from Numbers.read(self, unit, rng)
-
-
-def test_a_key_that_is_no_str_costs_its_sample_and_is_named(cache: Cache) -> None:
-    source = OddKeys(10, 6)
-    fill(cache, source)
-    assert only_once(cache) == source.keys() - {f"3/{sample}" for sample in range(5)}
-    assert failures_of(cache) == {"sample": 5}
-    failures = {row.reason: row.example for row in cache.status().failures}
-    assert failures["its key is of type tuple: keys are str"] == "unit 3: ('a', 1)"
-
-
-def test_a_path_that_is_not_utf8_in_a_key_or_an_error_is_counted_like_any_other(cache: Cache) -> None:
-    class Files(Numbers):
-        def sample(self, unit: int, sample: int) -> tuple[str, Any]:
-            return (LATIN if unit == 3 else f"{unit}"), {"unit": unit}
-
-    def transform(sample: dict[str, int]) -> dict[str, int]:
-        if sample["unit"] in (3, 4):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        if (sample["unit"], sample["n"]) in ((4, 0), (5, 30)):
             raise ValueError(f"cannot parse {LATIN}")
         return sample
 
-    fill(cache, Files(10), transform=transform)
-    (row,) = cache.status().failures
-    assert (row.kind, row.reason, row.count) == ("transform", "ValueError: cannot parse ?t?.jpg", 2)
-    assert cache.num_samples == 8
-
-
-def test_a_remote_that_is_away_at_a_path_that_is_not_utf8_is_waited_for(tmp_path: Path, cache: Cache) -> None:
-    source = Away(10, switch=str(tmp_path / "back"))
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        wait_until(lambda: "?t?.jpg: no answer" in cache.status().remote_message, "it is named")
-        Path(source.switch).touch()
-        assert worker.wait(DEADLINE_S)
-    assert only_once(cache) == source.keys()
+    source = Odd(6, 50)
+    fill(cache, source, transform=transform)
+    assert only_once(cache) == source.keys() - {*(f"3/{sample}" for sample in range(5)), "4/0", "5/30"}
+    assert failures_of(cache) == {"sample": 5, "transform": 2}
+    failures = {row.reason: (row.example, row.count) for row in cache.status().failures}
+    assert failures["its key is of type tuple: keys are str"] == ("unit 3: ('a', 1)", 1)
+    assert failures["ValueError: cannot parse ?t?.jpg"][1] == 2
 
 
 def test_each_sample_of_an_archive_that_cannot_be_used_is_counted(tmp_path: Path, cache: Cache) -> None:

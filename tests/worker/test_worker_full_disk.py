@@ -124,7 +124,7 @@ def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Pat
 def test_a_worker_is_stopped_in_time_while_the_disk_is_full(
     cache: Cache, small_disk: Path, processes: Processes
 ) -> None:
-    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    source = Numbers(None, nbytes=20_000, pause_s=0.02)
     worker = cs.start_worker(cache, source, num_workers=2)
     cache.wait(20, DEADLINE_S)
     fill(small_disk)
@@ -143,7 +143,9 @@ def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does
 ) -> None:
     """As with quotas: what is free says nothing."""
     subprocess.run(["mount", "-o", "remount,nr_inodes=60", str(small_disk)], check=True)
-    with cs.start_worker(cache, Numbers(10_000, nbytes=1_000), num_workers=2, shard_size="50KB"):
+    with cs.start_worker(
+        cache, Numbers(10_000, nbytes=1_000, pause_s=0.002), num_workers=2, shard_size="50KB"
+    ):
         wait_until(
             lambda: "No space left on device" in cache.status().disk_message, "the disk's words in the status"
         )
@@ -161,7 +163,7 @@ def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does
 def test_a_worker_that_is_to_stop_at_its_limit_does_not_stop_for_a_disk_that_others_have_filled(
     cache: Cache, small_disk: Path
 ) -> None:
-    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    source = Numbers(None, nbytes=20_000, pause_s=0.02)
     with cs.start_worker(cache, source, num_workers=2, when_full="stop") as worker:
         cache.wait(5, DEADLINE_S)
 

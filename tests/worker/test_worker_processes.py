@@ -138,29 +138,33 @@ def test_a_session_ends_after_its_leader_with_who_is_deaf_and_nobody_else_does()
     assert run_python(SESSIONS).split() == ["b''", "None", "None"]
 
 
+class StartsTwo:
+    """Starts a process, and one in a session of its own."""
+
+    def __init__(self, folder: Path, session: Path) -> None:
+        self.stays, self.leads = Starts(folder, dict), Starts(session, dict, session=True)
+
+    def __call__(self, sample: Any) -> Any:
+        return self.leads(self.stays(sample))
+
+
 def test_what_a_transform_has_started_goes_at_an_end_in_order_too_unless_it_has_a_session_of_its_own(
-    cache: Cache, tmp_path: Path
+    cache: Cache, folder: Path, tmp_path: Path
 ) -> None:
-    for session in (False, True):
-        folder = tmp_path / f"told-{session}"
-        folder.mkdir()
-        source = Numbers(3, name=f"session {session}")
-        with Cache(tmp_path / f"cache-{session}", size_limit="20MB", min_free=0) as other:
-            fill(other, source, transform=Starts(folder, dict, session=session))
-            if session:
-                assert all(map(is_running, told(folder))), "a daemon is meant to stay"
-                for pid in told(folder):
-                    os.kill(pid, signal.SIGKILL)
-            wait_until(lambda folder=folder: not any(map(is_running, told(folder))), "none is left")  # type: ignore[misc]
+    session = tmp_path / "told-session"
+    session.mkdir()
+    fill(cache, Numbers(3), transform=StartsTwo(folder, session))
+    assert len(told(session)) == len(told(folder)) == 3
+    wait_until(lambda: not any(map(is_running, told(folder))), "none is left")
+    assert all(map(is_running, told(session))), "a daemon is meant to stay"
+    for pid in told(session):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, told(session))), "none of these either")
 
 
-def forks_and_returns(sample: Any) -> Any:
-    os.fork()
-    return sample
-
-
-def forks_and_raises(sample: Any) -> Any:
-    if not os.fork():
+def forks(sample: Any) -> Any:
+    """The copy of this process returns, too, or ends as a script does."""
+    if not os.fork() and sample["x"][0] % 2:
         sys.exit(0)
     return sample
 
@@ -176,23 +180,14 @@ class ForksInRead(Numbers):
 
 
 @pytest.mark.parametrize(
-    "transform", [forks_and_returns, forks_and_raises], ids=["returns", "raises SystemExit"]
+    ("source", "transform"), [(Numbers(30), forks), (ForksInRead(30), None)], ids=["transform", "source"]
 )
-def test_a_copy_that_comes_back_from_a_transform_does_not_do_its_work_too(
-    cache: Cache, processes: Processes, transform: Callable[[Any], Any]
+def test_a_copy_that_comes_back_from_a_transform_or_a_source_does_not_do_its_work_too(
+    cache: Cache, processes: Processes, source: Numbers, transform: Callable[[Any], Any] | None
 ) -> None:
-    source = Numbers(30)
     fill(cache, source, transform=transform)
     assert only_once(cache) == source.keys()
-    processes.wait_until_gone()
-
-
-def test_a_copy_that_comes_back_from_a_source_does_not_do_its_work_too(
-    cache: Cache, processes: Processes
-) -> None:
-    source = ForksInRead(30)
-    fill(cache, source)
-    assert only_once(cache) == source.keys()
+    assert not cache.status().failures
     processes.wait_until_gone()
 
 
@@ -224,9 +219,18 @@ def pools(sample: Any) -> Any:
         return {**sample, "sum": sum(pool.map(int, sample["x"][:2].tolist()))}
 
 
-def test_a_transform_may_end_what_it_has_forked_by_a_signal(cache: Cache, processes: Processes) -> None:
+def interrupts(sample: Any) -> Any:
+    process = subprocess.Popen(["sleep", "1000"])
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == -signal.SIGINT
+    return pools(sample)
+
+
+def test_a_transform_may_end_what_it_has_started_or_forked_by_a_signal(
+    cache: Cache, processes: Processes
+) -> None:
     source = Numbers(60)
-    with cs.start_worker(cache, source, num_workers=2, transform=pools) as worker:
+    with cs.start_worker(cache, source, num_workers=2, transform=interrupts) as worker:
         assert worker.wait(DEADLINE_S)
         status = worker.status()
         assert (status.failures, status.worker and status.worker.restarts) == ((), 0)
@@ -234,24 +238,12 @@ def test_a_transform_may_end_what_it_has_forked_by_a_signal(cache: Cache, proces
     processes.wait_until_gone()
 
 
-def interrupts(sample: Any) -> Any:
-    process = subprocess.Popen(["sleep", "1000"])
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == -signal.SIGINT
-    return sample
-
-
-def test_a_transform_may_interrupt_what_it_has_started(cache: Cache) -> None:
-    fill(cache, Numbers(3), transform=interrupts)
-    assert cache.num_samples == 3
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
     cache: Cache, processes: Processes, method: str
 ) -> None:
     source, prefix = Numbers(10), f"mp{secrets.token_hex(6)}"
-    with cs.start_worker(cache, source, num_workers=2, transform=Computes(method, prefix)) as worker:
+    with cs.start_worker(cache, source, num_workers=1, transform=Computes(method, prefix)) as worker:
         assert worker.wait(DEADLINE_S)
         assert not cache.status().failures
     assert only_once(cache) == source.keys()
@@ -260,13 +252,17 @@ def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
 
 
 CALLER = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import cachestream as cs
 from tests.worker.sources import Numbers
 from tests.worker.support import supervisor_pid
 
-{before}
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+[os.close(fd) for fd in (0, 1, 2)]
+os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone"); sys.path.insert(0, "")
+sys.path += [Path("/somewhere"), b"/elsewhere"]
 cache = cs.Cache(sys.argv[1])
 source = Numbers(30, pause_s=0.01)
 with cs.start_worker(cache, source, num_workers=2) as worker:
@@ -275,27 +271,14 @@ with cs.start_worker(cache, source, num_workers=2) as worker:
     assert not cache.status().failures
     os.kill(supervisor_pid(cache), signal.SIGTERM)
     while worker.is_alive():
-        pass
+        time.sleep(0.02)
 said = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
 os.write(said, b"done")
 """
-CALLERS = {
-    "children ignored, signals blocked": (
-        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
-    ),
-    "nothing open, folder gone, odd entries to import from": (
-        "[os.close(fd) for fd in (0, 1, 2)]\n"
-        "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); sys.path.insert(0, '')\n"
-        "sys.path += [Path('/somewhere'), b'/elsewhere']"
-    ),
-}
 
 
-@pytest.mark.parametrize("before", CALLERS)
-def test_a_worker_does_its_work_whatever_the_caller_is(cache: Cache, tmp_path: Path, before: str) -> None:
-    code = CALLER.format(before=CALLERS[before])
-    with script(tmp_path / "caller.py", code, cache.path, str(tmp_path / "said")) as caller:
+def test_a_worker_does_its_work_whatever_the_caller_is(cache: Cache, tmp_path: Path) -> None:
+    with script(tmp_path / "caller.py", CALLER, cache.path, str(tmp_path / "said")) as caller:
         caller.process.wait(timeout=DEADLINE_S)
     assert (tmp_path / "said").exists()
 

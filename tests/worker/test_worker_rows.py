@@ -22,12 +22,12 @@ def test_rows_come_once_although_the_remote_goes_away_in_the_middle_of_each_unit
 
 
 def test_a_worker_that_is_stopped_in_the_middle_of_rows_goes_on_there(cache: Cache, tmp_path: Path) -> None:
-    source = InRows(4, 201, NBYTES, pause_s=0.05, folder=str(tmp_path))
+    source = InRows(4, 101, NBYTES, pause_s=0.1, folder=str(tmp_path))
     options: dict[str, Any] = {"num_workers": 1, "shard_size": "16KB"}
     with cs.start_worker(cache, source, **options) as worker:
         cache.wait(30, timeout_s=DEADLINE_S)
         worker.stop(DEADLINE_S)
-    assert 0 < len(only_once(cache)) < 4 * 201
+    assert 0 < len(only_once(cache)) < 4 * 101
     fill(cache, source, **options)
     assert only_once(cache) == source.keys()
 

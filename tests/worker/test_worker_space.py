@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.sources.base import Rows
 from cachestream.storage.filling import RESTS, WAITS
 from cachestream.transport.metering import Throttle
 from tests.storage.support import disk_bytes
-from tests.worker.sources import Numbers, content
+from tests.worker.sources import Numbers, TwoLarge
 from tests.worker.support import DEADLINE_S, failures_of, fill, in_use, keys_of, only_once, wait_until
 
 MB = 1_000_000
@@ -43,15 +41,15 @@ def evicted(cache: Cache) -> int:
 def test_data_larger_than_the_cache_turns_over_within_the_limit_and_no_key_comes_twice(
     tmp_path: Path, cache: Cache
 ) -> None:
-    cache.size_limit = 4 * MB
+    cache.size_limit = 2 * MB
     journal = tmp_path / "journal"
-    source = Numbers(400, nbytes=20_000, journal=str(journal))  # 8 MB
+    source = Numbers(200, nbytes=20_000, journal=str(journal))  # 4 MB
     with cs.start_worker(cache, source, num_workers=2), in_use(cache):
-        within(cache, 4 * MB, lambda: cache.status().pass_number >= 3, "a third pass")
+        within(cache, 2 * MB, lambda: cache.status().pass_number >= 3, "a third pass")
         for _ in range(8):
             only_once(cache)
     assert failures_of(cache) == {}
-    assert set(map(int, journal.read_text().split())) == set(range(400))
+    assert set(map(int, journal.read_text().split())) == set(range(200))
     assert cache.status().evicted_unused_samples == 0
 
 
@@ -86,17 +84,23 @@ def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
     assert (status.fill_state, status.fill_message) == ("stopped", "")
 
 
-def test_a_pass_fetches_only_what_is_not_cached(tmp_path: Path, cache: Cache) -> None:
+def test_a_complete_cache_rests_and_the_next_starts_fetch_only_what_is_not_cached(
+    tmp_path: Path, cache: Cache
+) -> None:
     journal = tmp_path / "journal"
-    source = Numbers(200, 2, nbytes=5_000, journal=str(journal))
-    fill(cache, source, num_workers=2, shard_size="100KB")
-    assert len(journal.read_text().split()) == 200
+    source = Numbers(100, 2, nbytes=5_000, journal=str(journal))
+    for _ in range(2):
+        with cs.start_worker(cache, source, num_workers=2, shard_size="100KB") as worker:
+            assert worker.wait(DEADLINE_S)
+            assert worker.is_alive(), "it rests"
+            assert cache.fill_state() == "complete"
+        assert len(journal.read_text().split()) == 100
     cache.evict(to=cache.size_bytes - 500_000)
     lost, kept = source.keys() - only_once(cache), cache.num_shards
     assert lost
     fill(cache, source, num_workers=2, shard_size="100KB")
     assert only_once(cache) == source.keys()
-    fetched = set(journal.read_text().split()[200:])
+    fetched = set(journal.read_text().split()[100:])
     missing = {key.partition("/")[0] for key in lost}
     assert missing <= fetched
     # A shard may be published before its last unit has said that there is no more: then that is asked again.
@@ -118,23 +122,12 @@ def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
             assert only_once(cache) == source.keys()
 
 
-def test_a_complete_cache_rests_and_a_second_start_reads_nothing(tmp_path: Path, cache: Cache) -> None:
-    journal = tmp_path / "journal"
-    source = Numbers(50, journal=str(journal))
-    for _ in range(2):
-        with cs.start_worker(cache, source, num_workers=2) as worker:
-            assert worker.wait(DEADLINE_S)
-            assert worker.is_alive(), "it rests"
-            assert cache.fill_state() == "complete"
-    assert len(journal.read_text().split()) == 50
-
-
 @pytest.mark.parametrize("when_full", ["wait", "stop"])
 def test_a_full_cache_is_left_as_it_is_and_filled_on_when_the_limit_is_raised(
     cache: Cache, when_full: str
 ) -> None:
     cache.size_limit = 2 * MB
-    source = Numbers(400, nbytes=10_000)  # 4 MB
+    source = Numbers(200, nbytes=20_000)  # 4 MB
     worker = cs.start_worker(cache, source, num_workers=2, when_full=when_full)
     within(cache, 2 * MB, lambda: cache.fill_state() == "full", "it is full")
     if when_full == "stop":
@@ -178,7 +171,7 @@ def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) ->
 
 def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache) -> None:
     cache.size_limit = 8 * MB
-    source = Numbers(None, nbytes=10_000)
+    source = Numbers(None, nbytes=20_000)
     with cs.start_worker(cache, source, num_workers=2, shard_size="1MB"), in_use(cache):
         within(cache, 8 * MB, lambda: evicted(cache) > 0, "it is full")
         cache.size_limit = 2 * MB
@@ -274,35 +267,19 @@ def test_a_wait_that_is_too_short_says_how_far_the_filling_is(cache: Cache) -> N
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-@dataclass(frozen=True)
-class OneLarge(Numbers):
-    """Numbers, one of which has `large` bytes."""
-
-    large: int = 0
-
-    def sample(self, unit: int, sample: int) -> tuple[str, dict[str, object]]:
-        key = f"{unit}/{sample}"
-        return key, {"data": content(key, self.large if key == "30/0" else self.nbytes).tobytes()}
-
-    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
-        keys, samples = zip(*self.read(unit, rng), strict=True)
-        yield Rows(keys, {"data": [sample["data"] for sample in samples]})
-
-
 @pytest.mark.parametrize("in_rows", [False, True])
-@pytest.mark.parametrize(("large", "fits"), [(20 * MB, False), (6 * MB, True)])
 def test_a_sample_that_the_limit_never_holds_is_skipped_and_the_others_are_read_once(
-    tmp_path: Path, cache: Cache, large: int, fits: bool, in_rows: bool
+    tmp_path: Path, cache: Cache, in_rows: bool
 ) -> None:
-    cache.size_limit = 15 * MB
+    cache.size_limit = 6 * MB
     journal = tmp_path / "journal"
-    source = OneLarge(60, 2, 50_000, journal=str(journal), large=large)
+    source = TwoLarge(60, 2, 20_000, journal=str(journal))
     options: dict[str, Any] = {} if in_rows else {"transform": lambda sample: sample}
     with cs.start_worker(cache, source, num_workers=2, **options):
-        within(cache, 15 * MB, lambda: cache.fill_state() in ("complete", "full"), "nothing more comes")
+        within(cache, 6 * MB, lambda: cache.fill_state() in ("complete", "full"), "nothing more comes")
     reads = Counter(journal.read_text().split())
     assert max(reads.values()) <= 2
-    assert only_once(cache) == (source.keys() if fits else source.keys() - {"30/0"})
-    assert failures_of(cache) == ({} if fits else {"sample": 1})
-    for failure in cache.status().failures:
-        assert "one sample of 20 MB is larger than the limit of 15 MB allows" in failure.reason
+    assert only_once(cache) == source.keys() - {"30/0"}
+    assert failures_of(cache) == {"sample": 1}
+    (failure,) = cache.status().failures
+    assert "one sample of 8 MB is larger than the limit of 6 MB allows" in failure.reason

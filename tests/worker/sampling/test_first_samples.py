@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from cachestream import Cache
 from cachestream.sources.base import Rows
 from cachestream.worker.sampling.encode import to_record, to_table
 from cachestream.worker.sampling.packer import ALIKE, ALIKE_S, MIXED, MIXED_S, FirstSamples, majority
-from tests.worker.sources import Numbers
+from tests.worker.sources import Mixed, Numbers, Scores
 from tests.worker.support import DEADLINE_S, failures_of, fill, only_once
 
 MUCH = 10**9
@@ -63,20 +61,6 @@ def test_most_decide_and_of_as_many_those_that_came_first() -> None:
     assert names(rows) == [("{x: str}", 1), ("{x: int32[?]}", 3)]
 
 
-@dataclass(frozen=True)
-class Odd(Numbers):
-    """Samples of which one in three is another, the first one among them."""
-
-    rows: bool = False
-
-    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
-        return f"{unit}/{sample}", {"text": "about"} if unit % 3 == 0 else {"number": unit}
-
-    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
-        for key, sample in self.read(unit, rng):
-            yield Rows([key], {"number": np.array([unit])}) if unit % 3 else (key, sample)
-
-
 @pytest.mark.parametrize(
     ("num_workers", "order", "transform"),
     [(1, "sequential", None), (1, "shuffle", dict), (3, "sequential", None)],
@@ -84,7 +68,7 @@ class Odd(Numbers):
 def test_the_minority_is_left_out_and_counted_whichever_comes_first(
     cache: Cache, num_workers: int, order: str, transform: Any
 ) -> None:
-    source = Odd(90)
+    source = Mixed(90)
     fill(cache, source, num_workers=num_workers, order=order, transform=transform)
     assert only_once(cache) == {key for key in sorted(source.keys()) if int(key.partition("/")[0]) % 3}
     assert failures_of(cache) == {"schema": 30}
@@ -99,18 +83,6 @@ def test_integers_beside_floats_are_stored_as_floats(tmp_path: Path, in_rows: bo
             scores = next(iter(loader))["score"]
             assert str(scores.dtype) == "torch.float64"
             assert sorted(scores.tolist()) == [unit + unit % 2 / 2 for unit in range(40)]
-
-
-@dataclass(frozen=True)
-class Scores(Numbers):
-    """Numbers as JSON has them: every second one is whole."""
-
-    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
-        return f"{unit}/{sample}", {"score": unit if unit % 2 == 0 else unit + 0.5, "x": [1, 2]}
-
-    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
-        for key, sample in self.read(unit, rng):
-            yield Rows([key], {"score": np.array([sample["score"]]), "x": np.array([sample["x"]])})
 
 
 def test_a_few_samples_of_a_slow_remote_are_not_held_back_for_long(cache: Cache) -> None:

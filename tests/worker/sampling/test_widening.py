@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import Field, Schema
-from cachestream.sources.base import Rows
 from cachestream.tools.refetching import refetch
 from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
-from tests.worker.sources import Numbers
+from tests.worker.sources import Gated, LateFloats
 from tests.worker.support import DEADLINE_S, failures_of, only_once, wait_until
 
 # --- the pure function
@@ -95,27 +92,6 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
         assert cache.verify().ok
 
 
-@dataclass(frozen=True)
-class Gated:
-    """Files of lines, of which the later ones are read only when a file exists."""
-
-    lines: cs.LinesSource
-    path: str
-
-    @property
-    def fingerprint(self) -> str:
-        return self.lines.fingerprint
-
-    @property
-    def num_units(self) -> int:
-        return self.lines.num_units
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        while unit and not os.path.exists(self.path):
-            time.sleep(0.01)
-        yield from self.lines.read(unit, rng)
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_floats_that_come_after_2000_lines_of_integers_are_trained_on(
     cache: Cache, tmp_path: Path, kind: str
@@ -150,26 +126,6 @@ def trained(cache: Cache) -> list[float]:
     return sorted(score for batch in batches for score in batch.tolist())
 
 
-@dataclass(frozen=True)
-class LateFloats(Numbers):
-    """40 units of integers, and after them units of floats, which come when the file `gate` exists."""
-
-    gate: str = ""
-
-    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
-        while unit >= 40 and self.gate and not os.path.exists(self.gate):
-            time.sleep(0.01)
-        return f"{unit}/{sample}", {"score": unit if unit < 40 else unit + 0.5, "y": np.ones(999)}
-
-    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
-        for key, sample in self.read(unit, rng):
-            yield Rows([key], {name: np.array([value]) for name, value in sample.items()})
-
-    @property
-    def scores(self) -> list[float]:
-        return [self.sample(unit, 0)[1]["score"] for unit in range(self.units or 0)]
-
-
 @pytest.mark.parametrize("in_rows", [True, False])
 def test_processes_that_race_for_the_first_float_lose_no_sample(
     cache: Cache, tmp_path: Path, in_rows: bool
@@ -187,23 +143,8 @@ def test_processes_that_race_for_the_first_float_lose_no_sample(
     assert trained(cache) == source.scores
 
 
-def fill(cache: Cache, source: LateFloats) -> None:
-    with cs.start_worker(cache, source, num_workers=1, order="sequential", shard_size="40KB") as worker:
-        assert worker.wait(DEADLINE_S)
-    assert failures_of(cache) == {}
-
-
-def test_a_rebuilt_catalogue_knows_floats_where_one_shard_has_them(cache: Cache) -> None:
-    source = LateFloats(60)
-    fill(cache, source)
-    os.unlink(cache.catalogue.path)
-    with Cache(cache.path) as again:
-        assert str(again.schema) == "{score: float64[], y: float64[999]}"
-        assert trained(again) == source.scores
-
-
 def test_held_out_samples_are_widened_with_the_others(cache: Cache) -> None:
-    source = LateFloats(200)
+    source = LateFloats(120)
     found = []
     with cs.start_worker(cache, source, num_workers=2, order="sequential", holdout=0.1) as worker:
         assert worker.wait(DEADLINE_S)
@@ -214,9 +155,13 @@ def test_held_out_samples_are_widened_with_the_others(cache: Cache) -> None:
     assert sorted(found) == source.scores
 
 
-def test_shards_of_integers_and_of_floats_come_back_byte_for_byte(cache: Cache, tmp_path: Path) -> None:
+def test_shards_of_integers_and_of_floats_come_back_byte_for_byte_and_are_known_to_a_rebuilt_catalogue(
+    cache: Cache, tmp_path: Path
+) -> None:
     source = LateFloats(60)
-    fill(cache, source)
+    with cs.start_worker(cache, source, num_workers=1, order="sequential", shard_size="40KB") as worker:
+        assert worker.wait(DEADLINE_S)
+    assert failures_of(cache) == {}
     with cs.EpochLoader(cache, 8, drop_last=False, record=tmp_path / "run") as loader:
         batches = [batch["score"].tolist() for batch in loader]
     cache.evict(0)
@@ -224,3 +169,7 @@ def test_shards_of_integers_and_of_floats_come_back_byte_for_byte(cache: Cache, 
     assert report.ok, report.failed
     with cs.EpochLoader(cache, 8, replay=tmp_path / "run") as loader:
         assert [batch["score"].tolist() for batch in loader] == batches
+    os.unlink(cache.catalogue.path)
+    with Cache(cache.path) as again:
+        assert str(again.schema) == "{score: float64[], y: float64[999]}"
+        assert trained(again) == source.scores
