@@ -23,6 +23,9 @@ hypothesis.settings.register_profile("quick", deadline=None, print_blob=True, ma
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=300)
 hypothesis.settings.load_profile("quick")
 
+# numpy's threads wait busily at the start of every program; workers set the same.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Started by nohup, or behind "&" in a script, all processes here would ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -230,7 +230,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> str:
     """The output of `code`, run in a Python of its own; fails if it failed."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -257,7 +257,7 @@ worker.close()
 def script(path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()) -> Iterator[Script]:
     """Run `code` as a script at `path`."""
     path.write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, *options, str(path), *arguments],
         cwd=path.parent,

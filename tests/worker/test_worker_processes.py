@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,26 +170,31 @@ def forks(sample: Any) -> Any:
     return sample
 
 
+@dataclass(frozen=True)
 class ForksInRead(Numbers):
-    """Each unit forks a process that goes on reading."""
+    """Each sample forks a process; one that is asked for the next sample, too, makes the file `asked`."""
+
+    asked: str = ""
 
     def read(self, unit: int, rng: Any) -> Any:
         for item in super().read(unit, rng):
-            if not os.fork():
-                threading.current_thread().name = "a copy"
+            is_copy = not os.fork()
             yield item
+            if is_copy:
+                Path(self.asked).touch()
 
 
-@pytest.mark.parametrize(
-    ("source", "transform"), [(Numbers(30), forks), (ForksInRead(30), None)], ids=["transform", "source"]
-)
+@pytest.mark.parametrize("where", ["transform", "source"])
 def test_a_copy_that_comes_back_from_a_transform_or_a_source_does_not_do_its_work_too(
-    cache: Cache, processes: Processes, source: Numbers, transform: Callable[[Any], Any] | None
+    cache: Cache, processes: Processes, tmp_path: Path, where: str
 ) -> None:
-    fill(cache, source, transform=transform)
+    asked = tmp_path / "asked"
+    source = Numbers(30) if where == "transform" else ForksInRead(30, asked=str(asked))
+    fill(cache, source, transform=forks if where == "transform" else None)
     assert only_once(cache) == source.keys()
     assert not cache.status().failures
     processes.wait_until_gone()
+    assert not asked.exists(), "a copy ends before it reads on"
 
 
 def semaphores(prefix: str) -> list[str]:
@@ -253,6 +259,7 @@ def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
 
 CALLER = """
 import os, signal, sys, time
+from dataclasses import dataclass
 from pathlib import Path
 import cachestream as cs
 from tests.worker.sources import Numbers
