@@ -59,7 +59,9 @@ network = nn.Sequential(
     nn.Linear(16, 3),
 )
 optimizer = torch.optim.Adam(network.parameters(), 1e-2)
-with cs.stream(source, "mix-demo", "100MB", batch_size=32, epoch_size=1024, with_keys=True) as loader:
+with cs.stream(
+    source, "mix-demo", "100MB", batch_size=32, epoch_size=1024, with_keys=True, num_workers=1
+) as loader:
     for epoch in range(5):
         origins: Counter[str] = Counter()
         for batch in loader:  # {"wave": float32 [32, 128], "kind": int64 [32], "__key__": 32 texts}

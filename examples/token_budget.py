@@ -11,7 +11,7 @@ import zlib
 from pydoc_data.topics import topics
 from typing import Any
 
-import torch
+import numpy as np
 
 import cachestream as cs
 
@@ -23,7 +23,7 @@ def paragraphs() -> list[dict[str, Any]]:
     for number, text in enumerate(topics.values()):
         for paragraph in filter(str.strip, text.split("\n\n")):
             words = [zlib.crc32(word.encode()) % 32_768 for word in paragraph.split()]
-            samples.append({"text": paragraph, "words": torch.tensor(words), "topic": number})
+            samples.append({"text": paragraph, "words": np.array(words), "topic": number})
     return samples
 
 

@@ -66,9 +66,10 @@ def draw(trace: Path, picture: Path) -> None:
     figure = Figure(figsize=(11, 0.42 * len(rows) + 1.4), layout="constrained")
     axes = figure.subplots()
     for place, events_here in enumerate(rows[row] for row in sorted(rows)):
-        for event in sorted(events_here, key=lambda event: -event["dur"]):  # the inner ones above
-            span = [((event["ts"] - began) / 1e6, event["dur"] / 1e6)]
-            axes.broken_barh(span, (place - 0.4, 0.8), color=COLORS.get(event["name"], "black"), linewidth=0)
+        inner_last = sorted(events_here, key=lambda event: -event["dur"])  # and so above
+        spans = [((event["ts"] - began) / 1e6, event["dur"] / 1e6) for event in inner_last]
+        colors = [COLORS.get(event["name"], "black") for event in inner_last]
+        axes.broken_barh(spans, (place - 0.4, 0.8), color=colors, linewidth=0)
     axes.set_yticks(range(len(rows)), [f"{process}: {thread}" for process, thread in sorted(rows)])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import skimage.data
 import torch
 from torch import nn
@@ -27,11 +28,10 @@ def label_of(key: str) -> int:
     return DIRECTIONS.index(key.split("/")[-2])
 
 
-def film(path: Path, direction: str, rng: np.random.Generator) -> None:
+def film(path: Path, photo: npt.NDArray[np.uint8], direction: str, rng: np.random.Generator) -> None:
     """Pan over a photograph for 40 frames of 64 x 64 pixels, in H.264 with a keyframe every 20."""
     from torchcodec.encoders import VideoEncoder
 
-    photo = getattr(skimage.data, str(rng.choice(["astronaut", "coffee", "chelsea"])))()
     down, right = STEPS[direction]
     top, left = (int(rng.integers(80, side - 144)) for side in photo.shape[:2])
     views = [photo[top + down * t :, left + right * t :][:64, :64] for t in range(40)]
@@ -43,10 +43,11 @@ def film(path: Path, direction: str, rng: np.random.Generator) -> None:
 def make_films(folder: Path) -> tuple[str, str]:
     """Ten films of each direction to train on, and three that are held out."""
     rng = np.random.default_rng(0)
+    photos = [getattr(skimage.data, name)() for name in ("astronaut", "coffee", "chelsea")]
     for direction in DIRECTIONS:
         for number in range(13):
             part = "train" if number < 10 else "test"
-            film(folder / part / direction / f"{number:03d}.mp4", direction, rng)
+            film(folder / part / direction / f"{number:03d}.mp4", photos[rng.integers(3)], direction, rng)
     return str(folder / "train"), str(folder / "test")
 
 
@@ -56,7 +57,7 @@ cache = sys.argv[2] if len(sys.argv) > 2 else demo / "cache"
 options: dict[str, Any] = {"format": "video", "frames": 8, "stride": 4, "clips": 4, "label": label_of}
 options["resize"] = (32, 32)
 
-layers = [nn.Conv3d(1, 16, (3, 7, 7)), nn.ReLU(), nn.Conv3d(16, 16, 3), nn.ReLU()]
+layers = [nn.Conv3d(1, 16, (3, 7, 7), (1, 2, 2)), nn.ReLU(), nn.Conv3d(16, 16, 3), nn.ReLU()]
 network = nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
@@ -69,12 +70,11 @@ def scores(video: torch.Tensor) -> torch.Tensor:
 
 optimizer = torch.optim.Adam(network.parameters(), 5e-3)
 source = cs.open_source(train, **options)  # a plug-in's own options are those of open_source
-with cs.stream(source, cache, "1GB", batch_size=32, epoch_size=576, min_samples=100, num_workers=2) as loader:
+# A process reads several films at once; more of them pay where there are more cores.
+with cs.stream(source, cache, "1GB", batch_size=32, epoch_size=576, min_samples=100, num_workers=1) as loader:
     for epoch in range(3):
         losses = []
-        for (
-            batch
-        ) in loader:  # {"video": uint8 [32, 8, 3, 32, 32], "label": int64 [32], "seconds": float64 [32]}
+        for batch in loader:  # "video" uint8 [32, 8, 3, 32, 32], "label" int64 [32], "seconds" float64 [32]
             loss = nn.functional.cross_entropy(scores(batch["video"]), batch["label"])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

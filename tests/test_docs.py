@@ -16,9 +16,9 @@ import pytest
 
 from cachestream.cli.app import app
 from tests.support.forked import fork_script
+from tests.support.interpreters import QUICK
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES_THAT_RUN: Final = sorted([*ROOT.glob("docs/guide/**/*.md"), *ROOT.glob("docs/cookbook/*.md")])
 PAGES: Final = sorted(
     {
         *ROOT.glob("*.md"),
@@ -52,6 +52,13 @@ def script_of(text: str) -> str:
     return "\n".join(script) + "\n"
 
 
+PAGES_THAT_RUN: Final = [
+    page
+    for page in sorted([*ROOT.glob("docs/guide/**/*.md"), *ROOT.glob("docs/cookbook/*.md")])
+    if script_of(page.read_text(encoding="utf-8")).strip()
+]
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page: of its headings, as GitHub makes them, and of the names that the reference describes."""
     text = CODE.sub("", page.read_text(encoding="utf-8"))
@@ -71,7 +78,7 @@ def test_the_script_of_a_page_keeps_line_numbers_and_leaves_out_what_is_marked()
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"page_{page.stem}.py"  # not the name of a package that it imports
     script.write_text(script_of(page.read_text(encoding="utf-8")), encoding="utf-8")
-    done = fork_script(script, cwd=tmp_path, timeout_s=PAGE_TIMEOUT_S)
+    done = fork_script(script, cwd=tmp_path, environment={"PYTHONPATH": QUICK}, timeout_s=PAGE_TIMEOUT_S)
     assert done.returncode == 0, f"{page_id(page)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -56,17 +56,16 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def later(sample: dict[str, Any]) -> dict[str, Any]:
-    time.sleep(0.001)
-    return sample
-
-
 def halved(batch: Any) -> Any:
     time.sleep(0.001)
     return batch
 
 
 def test_a_trace_shows_every_stage_of_all_processes_on_one_clock(tmp_path: Path, photos: Path) -> None:
+    def later(sample: dict[str, Any]) -> dict[str, Any]:  # sent by value: processes need not load this module
+        time.sleep(0.001)
+        return sample
+
     path, began_s = tmp_path / "run.json", time.monotonic()
     with cs.trace(path) as trace:
         assert repr(trace) == f"<Trace {path}>"

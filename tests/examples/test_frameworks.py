@@ -19,7 +19,8 @@ from PIL import Image
 from torch.distributed import run as torchrun
 
 from cachestream import Cache
-from tests.support.forked import fork_ranks, run_forked
+from tests.support.forked import fork_ranks, fork_script, run_forked
+from tests.support.interpreters import QUICK
 
 ROOT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = ROOT / "examples"
@@ -61,6 +62,7 @@ def run(tmp_path: Path, forked: None) -> Iterator[Run]:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",  # where it was, if a signal ends it
+        "PYTHONPATH": QUICK,
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": short,
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -74,6 +76,14 @@ def run(tmp_path: Path, forked: None) -> Iterator[Run]:
             options = (*torchrun_options, *command)
             done = run_forked(
                 torchrun.main, options, cwd=tmp_path, environment=environment, timeout_s=timeout_s
+            )
+        elif name == "mp_spawn":  # its ranks are new interpreters, whatever starts them
+            done = fork_script(
+                EXAMPLES / "mp_spawn.py",
+                arguments,
+                cwd=tmp_path,
+                environment=environment,
+                timeout_s=timeout_s,
             )
         else:
             done = subprocess.run(

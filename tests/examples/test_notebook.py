@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import pytest
 
+from tests.support.interpreters import QUICK
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
@@ -38,7 +40,7 @@ def test_the_notebook_is_kept_without_outputs_and_named_where_it_is_looked_for(b
 def test_the_notebook_runs_and_its_epochs_grow(
     book: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": QUICK, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for name in ("HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         environment[name] = str(tmp_path / name.lower())
     for name, value in environment.items():
@@ -49,9 +51,11 @@ def test_the_notebook_runs_and_its_epochs_grow(
         cell.source = cell.source.replace("def resize(sample):", HELD_BACK).replace(
             "    seconds.append(", '    (folder / "first epoch is over").touch()\n    seconds.append('
         )
+        cell.source = cell.source.replace('bandwidth_limit="1MB/s"', 'bandwidth_limit="5MB/s"')
     source = "".join(cell.source for cell in book.cells)
     assert HELD_BACK in source
     assert '"first epoch is over").touch()' in source
+    assert "5MB/s" in source
     book.cells[-1].source += "\nprint(*samples)"
     nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute(
         env=os.environ.copy()

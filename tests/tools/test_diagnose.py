@@ -31,6 +31,7 @@ from cachestream.tools.diagnose.diagnose import diagnose
 from cachestream.tools.diagnose.stages import Findings, Measurement, Stages, Throughput, judge
 from cachestream.transport import metering
 from tests.support.forked import run_forked
+from tests.support.interpreters import QUICK
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 from tests.worker.sources import FetchedElsewhere
@@ -155,7 +156,7 @@ def short_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 def look(source: Any, transform: Callable[[Any], Any] | None = None, **options: Any) -> Findings:
     """A short look at `source`, which is a Source or a function that opens it."""
     opener = source if callable(source) else lambda: cs.open_source(source)
-    return diagnose("the source", opener, transform, **{"seconds": 0.4, "workers": 1, **options})
+    return diagnose("the source", opener, transform, **{"seconds": 0.2, "workers": 1, **options})
 
 
 class Numbers:
@@ -494,7 +495,13 @@ def test_ctrl_c_leaves_nothing_behind(mine: Path) -> None:
     folder.mkdir()
     command = [*COMMAND, "mine:data", "--seconds", "0.2", "--folder", str(folder)]
     with subprocess.Popen(
-        command, cwd=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        command,
+        cwd=mine,
+        env={**os.environ, "PYTHONPATH": QUICK},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stderr is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +13,9 @@ import pytest
 
 import cachestream as cs
 from cachestream.tools.refetching import refetch
+from tests.cli.support import cli
 from tests.worker.sources import Named
 
-ROOT = Path(__file__).parents[2]
 SOURCE = Named(units=40, samples=5, nbytes=2000)
 
 
@@ -50,7 +48,7 @@ def double(sample: dict[str, Any]) -> dict[str, Any]:
 def filled(path: Path, source: Any, transform: Any = None, **options: Any) -> cs.Cache:
     """A cache with all of `source`, in small shards."""
     cache = cs.Cache(path, size_limit="50MB", min_free=0)
-    options = {"shard_size": "40KB", "num_workers": 2, **options}
+    options = {"shard_size": "40KB", "num_workers": 1, **options}
     with cs.start_worker(cache, source, transform=transform, **options) as worker:
         assert worker.wait(180)
     return cache
@@ -77,7 +75,7 @@ def test_evicted_shards_come_back_byte_for_byte_and_the_epochs_with_them(
 ) -> None:
     source = Random(units=40, samples=5, nbytes=2000)
     kind = {"a sampler": list(np.random.default_rng(0).permutation(40))}.get(order, order)
-    with filled(tmp_path / "cache", source, transform, order=iter_again(kind)) as cache:
+    with filled(tmp_path / "cache", source, transform, order=iter_again(kind), num_workers=2) as cache:
         before = digests(cache)
         batches = trained(cache, record=tmp_path / "run")
         cache.evict(100_000)
@@ -195,12 +193,15 @@ def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Pat
 
 
 def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:
-    with filled(tmp_path / "cache", SOURCE) as cache:
+    cache = cs.Cache(tmp_path / "cache", size_limit="50MB", min_free=0)
+    with cache, cs.start_worker(cache, SOURCE, num_workers=1) as worker:
+        assert worker.wait(180)
         trained(cache, record=tmp_path / "run")
-        with cs.start_worker(cache, SOURCE), pytest.raises(cs.CacheError, match="a worker is filling"):
+        with pytest.raises(cs.CacheError, match="a worker is filling"):
             refetch(tmp_path / "run", cache, SOURCE)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
@@ -210,21 +211,13 @@ def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path
     with filled(tmp_path / "cache", source) as cache:
         batches = trained(cache, record=tmp_path / "run")
         cache.evict(20_000)
-    command = [
-        sys.executable,
-        "-m",
-        "cachestream",
-        "refetch",
-        str(tmp_path / "run"),
-        str(files),
-        cache.path,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    command = ("refetch", tmp_path / "run", files, cache.path)
+    done = cli(*command)
     assert done.returncode == 0, done.stderr
     assert "0 did not" in done.stderr
     assert trained(cache, replay=tmp_path / "run") == batches
     np.save(files / "000.npy", np.zeros(500, np.float32) + 7)
     cache.evict(0)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    done = cli(*command)
     assert done.returncode == 1
     assert "came back different" in done.stderr
