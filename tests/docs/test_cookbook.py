@@ -26,26 +26,12 @@ from tests.support.interpreters import QUICK
 ROOT: Final = Path(__file__).parents[2]
 COOKBOOK: Final = ROOT / "docs" / "cookbook"
 AGAIN: Final = 85
-# `srun` with two ranks on this machine, forked from a process that has loaded what takes them long; what each is to run
-# is what the job's command gives to `python`. And `scontrol` that notes what it is asked for.
-SRUN: Final = f"""#!{sys.executable}
-import gc, os, runpy, subprocess, sys
-import torch._dynamo, cachestream.streaming
-gc.freeze()
-pids = []
-for rank in "01":
-    os.environ |= {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank}}
-    asked = subprocess.run(sys.argv[1:], check=True, capture_output=True, text=True).stdout
-    if not (pid := os.fork()):
-        os.environ["RANK"], os.environ["LOCAL_RANK"], *sys.argv = asked.split("\\0")[:-1]
-        open("/proc/self/comm", "w").write("python")
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        sys.exit()
-    pids.append(pid)
-sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
-"""
-PYTHON: Final = """#!/bin/bash
-printf '%s\\0' "$RANK" "$LOCAL_RANK" "$@"
+# `srun` with two ranks on this machine, and `scontrol` that notes what it is asked for.
+SRUN: Final = """#!/bin/bash
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & done
+status=0
+for job in $(jobs -p); do wait $job || status=$?; done
+exit $status
 """
 SCONTROL: Final = '#!/bin/bash\necho "$@" >> asked\n'
 
@@ -153,13 +139,13 @@ def processes_of(job: str) -> list[int]:
 def test_the_script_for_slurm_goes_back_into_the_queue_and_on_from_its_checkpoint(
     images: Path, tmp_path: Path
 ) -> None:
-    """`srun`, `python` and `scontrol` are stand-ins; the signal goes to all processes of the step, the workers too."""
+    """`srun` and `scontrol` are stand-ins; the signal goes to all processes of the step, the workers too."""
     (script,) = blocks("slurm.md", "bash")
     (tmp_path / "job.sh").write_text(script, encoding="utf-8")
     for name, text in (
         ("srun", SRUN),
         ("scontrol", SCONTROL),
-        ("python", PYTHON),
+        ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n'),
     ):
         (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)

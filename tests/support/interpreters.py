@@ -8,6 +8,5 @@ from typing import Final
 
 __all__ = ["QUICK"]
 
-# The PYTHONPATH of processes that load torch anew. A third of the time that takes goes into the search for garbage after
-# every 700 objects, and into the last one, at the end.
+# The PYTHONPATH of processes that load torch anew: much of that time goes into a search after every 700 objects.
 QUICK: Final = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent / "quick")])

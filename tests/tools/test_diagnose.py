@@ -156,7 +156,7 @@ def short_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 def look(source: Any, transform: Callable[[Any], Any] | None = None, **options: Any) -> Findings:
     """A short look at `source`, which is a Source or a function that opens it."""
     opener = source if callable(source) else lambda: cs.open_source(source)
-    return diagnose("the source", opener, transform, **{"seconds": 0.2, "workers": 1, **options})
+    return diagnose("the source", opener, transform, **{"seconds": 0.3, "workers": 1, **options})
 
 
 class Numbers:

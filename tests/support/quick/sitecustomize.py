@@ -1,7 +1,5 @@
 """Python runs this at its start where the folder is in PYTHONPATH: see `tests.support.interpreters`."""
 
-import atexit
 import gc
 
 gc.set_threshold(50_000)
-atexit.register(gc.freeze)
