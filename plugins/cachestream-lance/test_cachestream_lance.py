@@ -76,7 +76,7 @@ def test_the_source_is_found_by_name_and_ending_and_fills_a_cache(path: Path, tm
     assert isinstance(cs.open_source(f"{path}/"), LanceSource)
     source = cs.open_source(path, format="lance", columns=["id", "vector"])
     with cs.Cache(tmp_path / "cache", "50MB", min_free=0) as cache:
-        with cs.start_worker(cache, source, num_workers=2) as worker:
+        with cs.start_worker(cache, source, num_workers=1) as worker:
             assert worker.wait(timeout_s=120)
         assert cache.num_samples == ROWS
         sample = cache.snapshot()[0]

@@ -1,14 +1,18 @@
-"""The command line in processes of its own, and what it says."""
+"""The command line, in processes of its own or in this one, and what it says."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+import pytest
 
 from cachestream import Cache
 from cachestream.cli.main import main
@@ -36,6 +40,24 @@ def cli(
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def cli_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Call the command line in this process: any exception but the exit fails the test."""
+    capfd.readouterr()
+    logger, on_terminate = logging.getLogger("cachestream"), signal.getsignal(signal.SIGTERM)
+    handlers, level = logging.root.handlers, logger.level
+    try:
+        logging.root.handlers = []  # the command line logs to its standard error
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+    finally:
+        logging.root.handlers = handlers
+        logger.setLevel(level)
+        signal.signal(signal.SIGTERM, on_terminate)
+    shown, code = capfd.readouterr(), exit_.value.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(list(map(str, arguments)), code, shown.out, shown.err)
 
 
 def done(result: subprocess.CompletedProcess[str]) -> str:

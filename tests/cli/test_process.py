@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -18,12 +19,15 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
+from cachestream.cli.app import _open
+from cachestream.cli.main import main
 from cachestream.storage.telemetry import ROW
 from tests.cli.support import (
     COMMAND,
     COUNT,
     TIMEOUT_S,
     cli,
+    cli_here,
     done,
     fill_command,
     look,
@@ -31,6 +35,7 @@ from tests.cli.support import (
     running,
 )
 from tests.support.caches import fill
+from tests.support.forked import run_forked
 from tests.worker.support import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -38,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
-    images: Path, cache: Path, number: signal.Signals
+    images: Path, cache: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     slow = fill_command(images, cache, "--bandwidth-limit", "1kB/s", "--shard-size", "4kB")  # a minute
     with running(*slow) as process:
@@ -52,7 +57,7 @@ def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
 
     done(cli(*fill_command(images, cache)))
     assert look(cache).num_samples == COUNT
-    assert json.loads(done(cli("verify", cache, "--json")))["ok"] is True
+    assert json.loads(done(cli_here(capfd, "verify", cache, "--json")))["ok"] is True
 
 
 def test_watching_writes_a_line_of_json_for_each_look_until_ctrl_c(cache: Path) -> None:
@@ -87,7 +92,9 @@ def test_watching_where_nothing_can_be_drawn_over_writes_lines(
         os.close(slave)
 
 
-def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(cache: Path) -> None:
+def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(
+    cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     fill(cache, 1, 8).close()
     master, slave = pty.openpty()
     drawn = b""
@@ -101,7 +108,7 @@ def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(cache: Path) -> 
     try:
         with running("status", cache, "--watch", "--interval", 0.1, stdout=slave) as process:
             wait_until(lambda: draws(b"8 in 1 shard"), "8 samples drawn")
-            done(cli("evict", cache, "--to", 0))
+            done(cli_here(capfd, "evict", cache, "--to", 0))
             wait_until(lambda: draws(b"0 in 0 shards"), "no samples drawn")
             process.send_signal(signal.SIGINT)
             assert process.wait(TIMEOUT_S) == 0
@@ -121,12 +128,17 @@ def test_a_reader_that_goes_away_is_no_traceback(cache: Path) -> None:
         assert process.stderr.read() == ""
 
 
-def in_a_folder_that_is_gone(*arguments: object) -> str:
+def in_a_folder_that_is_gone() -> None:
     """The command line after its current folder was removed."""
-    return (
-        "import os, sys, tempfile; folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder);"
-        f"from cachestream.cli.main import main; main({[str(argument) for argument in arguments]!r})"
-    )
+    os.chdir(folder := tempfile.mkdtemp())
+    os.rmdir(folder)
+    main()
+
+
+def without_matplotlib() -> None:
+    """The command line where there is no matplotlib."""
+    sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
+    main()
 
 
 def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -150,9 +162,12 @@ def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_say
     images: Path, cache: Path
 ) -> None:
     filling = ("worker", images, cache, "--workers", 1, "--size-limit", "20MB", "--transform", "copy:copy")
-    done(run_code(in_a_folder_that_is_gone(*filling)))
-    assert "current folder" in refused(run_code(in_a_folder_that_is_gone("status", "cache")), 1)
-    assert "current folder" in refused(run_code(in_a_folder_that_is_gone("worker", images, "cache")), 2)
+    gone = "import os, tempfile; os.chdir(folder := tempfile.mkdtemp()); os.rmdir(folder);"
+    begun = f"from cachestream.cli.main import main; main({[str(word) for word in filling]!r})"
+    done(run_code(gone + begun))
+    for arguments, code in ((("status", "cache"), 1), (("worker", images, "cache"), 2)):
+        shown = refused(run_forked(in_a_folder_that_is_gone, arguments, timeout_s=TIMEOUT_S), code)
+        assert "current folder" in shown
 
 
 def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -173,34 +188,48 @@ def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one
     assert "No space left" in refused(in_a_shell(">/dev/full", "status", cache, "--json"), 1)
 
 
-def test_a_worker_works_without_standard_error(images: Path, cache: Path) -> None:
+def test_a_detached_worker_outlives_its_command_until_it_is_stopped_also_without_standard_error(
+    images: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     done(in_a_shell("2>&-", *fill_command(images, cache, "--detach")))
     try:
         with Cache(cache) as opened:
             assert opened.wait(COUNT, timeout_s=TIMEOUT_S) == COUNT
+        assert json.loads(done(cli_here(capfd, "status", cache, "--json")))["worker"]["states"]
     finally:
-        cli("stop", cache)
+        stopped = cli_here(capfd, "stop", cache)
+    assert done(stopped) == ""
+    assert f"stopped: {COUNT} samples" in stopped.stderr
+    assert look(cache).worker is None
+    assert "no worker is running" in cli_here(capfd, "stop", cache).stderr
+
+
+def as_somebody_else() -> None:
+    """Open a cache as a user without rights; prints the error."""
+    os.setgroups([])
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        _open(sys.argv[1])
+    except Exception as error:  # noqa: BLE001  whatever it is, the test reads it
+        sys.stdout.write(str(error))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
 def test_a_cache_that_is_somebody_elses_is_not_called_none(cache: Path) -> None:
     fill(cache, 1, 8).close()
-    code = (
-        "import os, cachestream.cli.app as cli\n"
-        "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
-        f"try: cli._open({str(cache)!r})\n"
-        "except Exception as error: print(error)"
-    )
-    shown = done(run_code(code))
+    shown = done(run_forked(as_somebody_else, [cache], timeout_s=TIMEOUT_S))
     assert "Permission denied" in shown
     assert "holds no cache" not in shown
 
 
-def test_a_path_that_is_no_title_is_plotted_into_the_file_that_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_no_title_is_plotted_into_the_file_that_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     cache = Path(os.fsdecode(os.fsencode(tmp_path) + rb"/a$\\q$\xff"))
     fill(cache, 1, 8).close()
     (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
-    made = done(cli("plot", cache, "-o", tmp_path / "growth")).strip()
+    made = done(cli_here(capfd, "plot", cache, "-o", tmp_path / "growth")).strip()
     assert made == str(tmp_path / "growth.png")
     assert Path(made).exists()
 
@@ -213,13 +242,13 @@ def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_p
 
 
 def test_folders_whose_names_are_not_utf8_are_read_and_filled_and_gone_on_with(
-    images: Path, tmp_path: Path
+    images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, cache = (os.fsdecode(os.fsencode(tmp_path) + name) for name in (b"/remote\xff", b"/cache\xe9"))
     shutil.copytree(images, source)
     for _ in range(2):
         done(cli("worker", source, cache, "--workers", 1, "--size-limit", "20MB", "--min-free", 0))
-        told = json.loads(done(cli("status", cache, "--json")))
+        told = json.loads(done(cli_here(capfd, "status", cache, "--json")))
         assert (told["num_samples"], told["path"], told["fill_state"]) == (COUNT, cache, "complete")
         assert source in told["source"]
     assert "remote\\udcff" in done(
@@ -257,9 +286,6 @@ def test_plots_name_the_extra_when_matplotlib_is_missing_before_any_work(cache: 
     (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
     planned = ["plan", "missing", "--size-limit=1GB", "--batch-size=8", "--step-time=1", "--output=plan.png"]
     for arguments in (["plot", str(cache)], planned, ["demo", "--output", str(tmp_path / "demo")]):
-        code = (
-            "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None;"
-            f"from cachestream.cli.main import main; main({arguments!r})"
-        )
-        assert "pip install 'cachestream[plot]'" in refused(run_code(code), 2)
+        shown = refused(run_forked(without_matplotlib, arguments, timeout_s=TIMEOUT_S), 2)
+        assert "pip install 'cachestream[plot]'" in shown
     assert not (tmp_path / "demo").exists()

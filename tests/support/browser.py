@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol: it opens a page, and takes a picture of it."""
+"""A headless Chromium, driven by its DevTools protocol: it opens a page, and takes pictures of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import base64
 import itertools
 import json
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 else:
     aiohttp = Later("aiohttp")
 
-__all__ = ["take_picture"]
+__all__ = ["Look", "take_pictures"]
 
 _FLAGS = (
     "--headless=new",
@@ -28,7 +30,16 @@ _FLAGS = (
 )
 
 
-async def _visit(address: str, url: str, ready: str, width: int, dark: bool) -> bytes:
+@dataclass(frozen=True)
+class Look:
+    """How wide a picture is, of which colour scheme, and where it is saved, as a PNG."""
+
+    picture: Path
+    width: int
+    dark: bool
+
+
+async def _visit(address: str, url: str, ready: str, look: Look) -> None:
     numbers = itertools.count(1)
     async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=0) as socket:
 
@@ -39,18 +50,18 @@ async def _visit(address: str, url: str, ready: str, width: int, dark: bool) -> 
                 pass
             return answer["result"]
 
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        size = {"width": look.width, "height": 900, "deviceScaleFactor": 1, "mobile": look.width < 500}
         await command("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if look.dark else "light"}
         await command("Emulation.setEmulatedMedia", features=[scheme])
         await command("Page.navigate", url=url)
         while not (await command("Runtime.evaluate", expression=ready))["result"].get("value"):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         taken = await command("Page.captureScreenshot", format="png")
-        return base64.b64decode(taken["data"])
+        look.picture.write_bytes(base64.b64decode(taken["data"]))
 
 
-async def _open_page(folder: Path, *visit: Any) -> bytes:
+async def _open_page(folder: Path, url: str, ready: str, looks: Sequence[Look]) -> None:
     port_file = folder / "DevToolsActivePort"
     while not port_file.exists() or len(port_file.read_text().split()) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
@@ -60,16 +71,16 @@ async def _open_page(folder: Path, *visit: Any) -> bytes:
         session.get(f"http://127.0.0.1:{port}/json/list") as answer,
     ):
         (address,) = [tab["webSocketDebuggerUrl"] for tab in await answer.json() if tab["type"] == "page"]
-    return await _visit(address, *visit)
+    for look in looks:
+        await _visit(address, url, ready, look)
 
 
-def take_picture(url: str, picture: Path, *, ready: str, width: int, dark: bool, timeout_s: float) -> None:
-    """Save the page at `url` as a PNG once the JavaScript expression `ready` is true."""
-    folder = picture.with_suffix(".profile")
+def take_pictures(url: str, looks: Sequence[Look], *, ready: str, timeout_s: float) -> None:
+    """Open the page at `url` for each of `looks`, and save it once the JavaScript expression `ready` is true."""
+    folder = looks[0].picture.with_suffix(".profile")
     command = ["chromium", *_FLAGS, f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as chromium:
         try:
-            taken = asyncio.run(asyncio.wait_for(_open_page(folder, url, ready, width, dark), timeout_s))
+            asyncio.run(asyncio.wait_for(_open_page(folder, url, ready, looks), timeout_s))
         finally:
             chromium.terminate()
-    picture.write_bytes(taken)

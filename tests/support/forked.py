@@ -31,6 +31,7 @@ PRELOADED: Final = [
     "torch.distributed",
     "torch._dynamo",  # which every optimizer loads at its first step
     "cachestream.cli.app",
+    "typer._adapters",  # which every command loads when it is called
     "cachestream.training.loader",
 ]
 CONTEXT: Final = multiprocessing.get_context("forkserver")

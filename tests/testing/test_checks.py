@@ -138,12 +138,6 @@ class NamedByAddress(Good):
         self.fingerprint = repr(self)
 
 
-class NamedByProcess(Good):
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        return f"in {os.getpid()}"
-
-
 class NamedByHash(Good):
     def __init__(self) -> None:
         self.fingerprint = f"{hash('a text')}"
@@ -258,7 +252,6 @@ def check_cheaply(source: Any) -> None:
 
 
 def test_a_good_source_of_the_users_own_passes_and_so_does_each_check_alone() -> None:
-    check_source(Good)
     check_source(Good(), max_units=2)
     for check in CHEAP_FIRST[:-1]:
         check(SourceChecks(Good))
@@ -267,7 +260,7 @@ def test_a_good_source_of_the_users_own_passes_and_so_does_each_check_alone() ->
 def test_all_checks_are_made_and_the_first_promise_that_is_broken_is_told() -> None:
     with pytest.raises(AssertionError, match="fingerprint must be a text"):
         check_source(Nameless)
-    with pytest.raises(AssertionError, match="samples were refused on their way into the cache"):
+    with pytest.raises(AssertionError, match=r"samples were refused on their way into the cache.*schema"):
         check_source(Changing)  # which the last one finds
 
 
@@ -279,7 +272,6 @@ def test_all_checks_are_made_and_the_first_promise_that_is_broken_is_told() -> N
         (Empty, "num_units is 0: it must be an int above 0, or None"),
         (Tattletale, "fingerprint holds a secret: redact it"),
         (NamedByAddress, "holds an address.*not by repr"),
-        (NamedByProcess, "in another process: use no hash"),
         (NamedByHash, "in another process: use no hash"),
         (Locked, r"does not pickle before it was read from .*leave them out in __getstate__"),
         (Counting, "draw all that is random from `rng`, share no state"),
@@ -293,7 +285,6 @@ def test_all_checks_are_made_and_the_first_promise_that_is_broken_is_told() -> N
         (SharedState, "read by several threads at once"),
         (Hoarder, "left threads .. and files .*test_checks.*close them"),
         (Forgetful, r"units \[2\] gave samples here, and none in the worker's processes"),
-        (Changing, "samples were refused on their way into the cache.*schema"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

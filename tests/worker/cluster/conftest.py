@@ -13,10 +13,16 @@ from tests.worker.support import Processes
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    """Three nodes, which no test takes away."""
-    cluster = RayCluster(3)
+    """Two nodes, which no test takes away."""
+    cluster = RayCluster(2)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="module")
+def third_node(ray_cluster: RayCluster) -> None:
+    """A third node of the cluster."""
+    ray_cluster.add_node()
 
 
 @pytest.fixture

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -14,6 +15,14 @@ from tests.worker.sources import Numbers
 from tests.worker.support import ROOT, log_of, only_once, wait_until
 
 STORE_BYTES = 100 << 20
+# Without what only looks at the cluster: the dashboard, the autoscaler, and what forwards the logs of workers.
+NODE: Final[Mapping[str, Any]] = {
+    "num_cpus": 1,
+    "object_store_memory": STORE_BYTES,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
 ON_NODE = Path(__file__).parent / "on_node"
 DONE_S = 90.0
 
@@ -26,7 +35,7 @@ class RayCluster:
     """Nodes on this machine, each with an object store of its own."""
 
     def __init__(self, nodes: int, store_bytes: int = STORE_BYTES) -> None:
-        self._options = {"num_cpus": 1, "object_store_memory": store_bytes, "include_dashboard": False}
+        self._options = {**NODE, "object_store_memory": store_bytes}
         cluster_utils = pytest.importorskip("ray.cluster_utils")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", python_path())

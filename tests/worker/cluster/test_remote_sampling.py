@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
 from cachestream.worker.cluster.read_actor import CALLS
+from tests.cli.support import cli, done
 from tests.storage.support import disk_bytes
 from tests.support.plugins import forget_plugins, lay_package, lay_site
+from tests.worker.cluster.nodes import NODE
 from tests.worker.cluster.support import (
     Sample,
     Tables,
@@ -41,7 +44,6 @@ from tests.worker.cluster.support import (
 from tests.worker.sources import Mute, Named, Numbers, Ragged
 from tests.worker.support import (
     DEADLINE_S,
-    ROOT,
     Processes,
     failures_of,
     fill,
@@ -53,18 +55,21 @@ from tests.worker.support import (
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-STORE_BYTES = 100 * 2**20
 OPTIONS: dict[str, Any] = {"engine": "ray", "ray_options": {"num_cpus": 0.1}}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES}
-    )
-    cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    """One node: Ray would place so small actors on no other."""
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def second_node(cluster: Any) -> None:
+    """A second node of the cluster."""
+    cluster.add_node(**NODE)
 
 
 @pytest.fixture(autouse=True)
@@ -104,34 +109,56 @@ def actor_pids(cluster: Any) -> list[int]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("second_node")
 @pytest.mark.parametrize(
     ("source", "transform"),
     [
-        pytest.param(Named(40, 5), with_noise, id="noise", marks=pytest.mark.slow),
-        pytest.param(Named(200, 2), with_faults, id="faults"),
-        pytest.param(Named(40, 5), in_windows, id="windows", marks=pytest.mark.slow),
-        pytest.param(Tables(5, 100), None, id="tables", marks=pytest.mark.slow),
-        pytest.param(Ragged(30, 3), None, id="ragged", marks=pytest.mark.slow),
-        pytest.param(Numbers(3, 4, 3_000_000), None, id="large", marks=pytest.mark.slow),
-        pytest.param(Named(40, 5), cs.pack_tokens(29, "x", eos=256), id="packed", marks=pytest.mark.slow),
+        pytest.param(Named(40, 5), with_noise, id="noise"),
+        pytest.param(Named(40, 5), in_windows, id="windows"),
+        pytest.param(Tables(5, 100), None, id="tables"),
+        pytest.param(Ragged(30, 3), None, id="ragged"),
+        pytest.param(Numbers(3, 4, 3_000_000), None, id="large"),
+        pytest.param(Named(40, 5), cs.pack_tokens(29, "x", eos=256), id="packed"),
     ],
 )
 def test_the_samples_are_those_of_a_local_worker(
     cache: Cache, locally: Fill, source: Any, transform: Any
 ) -> None:
-    fill(cache, source, num_workers=2, transform=transform, seed=7, **OPTIONS)
+    options = OPTIONS | {"ray_options": {"num_cpus": 0.1, "scheduling_strategy": "SPREAD"}}
+    fill(cache, source, num_workers=2, transform=transform, seed=7, **options)
     expected = locally(source, transform=transform, seed=7)
     assert (samples_of(cache), failures(cache)) == expected
     assert expected[0]
 
 
-def test_files_are_read_by_actors_and_counted(cache: Cache, locally: Fill, tmp_path: Path) -> None:
+def test_an_actor_that_is_killed_loses_nothing_of_what_a_local_worker_caches(
+    cache: Cache, cluster: Any, locally: Fill
+) -> None:
+    """Samples that fail are counted as there, too."""
+    source = Named(200, 2, pause_s=0.1)
+    options: dict[str, Any] = {"transform": with_faults, "seed": 7}
+    with cs.start_worker(cache, source, num_workers=2, **options, **OPTIONS) as worker:
+        cache.wait(1, timeout_s=DEADLINE_S)
+        os.kill(actor_pids(cluster)[0], signal.SIGKILL)
+        assert worker.wait(DEADLINE_S)
+    expected = locally(replace(source, pause_s=0.0), **options)
+    assert (samples_of(cache), failures(cache)) == expected
+    assert only_once(cache) == expected[0].keys()
+    assert expected[0]
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_command_line_has_files_read_by_actors_and_counts_them(
+    cache: Cache, locally: Fill, tmp_path: Path
+) -> None:
     for number in range(50):
         np.save(tmp_path / f"{number}.npy", np.full((number % 3 + 1, 100), number))
-    source = cs.open_source(tmp_path / "*.npy")
-    fill(cache, source, num_workers=2, **OPTIONS)
+    files = tmp_path / "*.npy"
+    options = ("--workers", 2, "--engine", "ray", "--ray-option", "num_cpus=0.1")
+    done(cli("worker", files, cache.path, *options))
     counted = Board(cache.directory.worker_file("board")).totals()
-    expected, _ = locally(source)
+    expected, _ = locally(cs.open_source(files))
     assert samples_of(cache) == expected
     assert len(expected) == 50
     assert counted.units == 50
@@ -201,6 +228,7 @@ def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path
     if shutil.which("ffmpeg") is None:
         pytest.skip("FFmpeg is not installed")
     picture = ["-f", "lavfi", "-i", "testsrc2=size=96x64:rate=25", "-frames:v", "40", "-c:v", "libx264"]
+    picture += ["-preset", "ultrafast"]
     for number in range(3):
         path = tmp_path / f"{number}.mp4"
         subprocess.run(["ffmpeg", "-v", "error", *picture, str(path)], check=True, timeout=DEADLINE_S)
@@ -208,22 +236,6 @@ def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path
     fill(cache, source, seed=7, **OPTIONS)
     assert (samples_of(cache), failures(cache)) == (expected := locally(source, seed=7))
     assert len(expected[0]) == 9
-
-
-def test_an_actor_reads_all_groups_by_the_same_threads(cache: Cache) -> None:
-    fill(cache, Named(300, 1), concurrency=2, transform=with_reading_threads, **OPTIONS)
-    threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
-    assert 1 <= max(threads) <= 2 * CALLS
-
-
-def test_an_actor_that_is_killed_loses_nothing(cache: Cache, cluster: Any) -> None:
-    source = Named(150, 3, pause_s=0.1)
-    with cs.start_worker(cache, source, num_workers=2, **OPTIONS) as worker:
-        cache.wait(1, timeout_s=DEADLINE_S)
-        os.kill(actor_pids(cluster)[0], signal.SIGKILL)
-        assert worker.wait(DEADLINE_S)
-    assert only_once(cache) == source.keys()
-    assert not cache.status().failures
 
 
 @pytest.mark.slow
@@ -294,31 +306,19 @@ def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Pr
         assert cache.status().evicted_samples >= 300
 
 
-def test_a_stop_leaves_no_actors(cache: Cache, cluster: Any) -> None:
-    with cs.start_worker(cache, Named(10_000, 1, pause_s=0.01), num_workers=3, **OPTIONS) as worker:
-        cache.wait(5, timeout_s=DEADLINE_S)
-        wait_until(lambda: len(actor_pids(cluster)) == 3, "all actors run")
+def test_actors_read_all_groups_by_the_same_threads_and_a_stop_leaves_none(
+    cache: Cache, cluster: Any
+) -> None:
+    source = Named(10_000, 1, pause_s=0.01)
+    options: dict[str, Any] = {"num_workers": 2, "concurrency": 2, "transform": with_reading_threads}
+    with cs.start_worker(cache, source, **options, **OPTIONS) as worker:
+        wait_until(lambda: len(actor_pids(cluster)) == 2, "all actors run")
+        cache.wait(600, timeout_s=DEADLINE_S)
         worker.stop(DEADLINE_S)
     wait_until(lambda: not actor_pids(cluster), "no actor is left")
-    only_once(cache)
-
-
-def test_the_command_line_takes_the_engine(tmp_path: Path, processes: Processes) -> None:
-    for number in range(5):
-        np.save(tmp_path / f"{number}.npy", np.full(10, number))
-    folder = tmp_path / "cache"
-    arguments = ["worker", str(tmp_path / "*.npy"), str(folder), "--size-limit", "50MB", "--workers", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "cachestream", *arguments, "--engine", "ray", "--ray-option", "num_cpus=0.1"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    with closing(Cache(folder)) as cache:
-        assert cache.num_samples == 5
+    assert len(only_once(cache)) < 10_000
+    threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
+    assert 1 <= max(threads) <= 2 * CALLS
 
 
 def test_a_payload_that_actors_cannot_load_ends_the_worker(
@@ -341,7 +341,7 @@ def test_a_cluster_whose_head_is_replaced_is_used_again(
     source = Named(300, 1)
     options: dict[str, Any] = {
         "initialize_head": True,
-        "head_node_args": {"num_cpus": 1, "object_store_memory": STORE_BYTES},
+        "head_node_args": dict(NODE),
     }
     slow = functools.partial(slow_in_one_process, mark=str(tmp_path / "slow"), pause_s=0.05, factor=1)
     first = cluster_utils.Cluster(**options)

@@ -67,12 +67,20 @@ def sharing_pid(cache: Cache, processes: Processes) -> int:
     return found()[0]
 
 
-def test_all_caches_hold_all_samples_and_each_unit_is_read_once(
-    members: Members, tmp_path: Path, processes: Processes
+def test_all_caches_hold_all_samples_read_once_and_one_with_another_transform_is_refused(
+    members: Members, tmp_path: Path
 ) -> None:
-    source = numbers(tmp_path)
+    source = numbers(tmp_path, pause_s=0.05)
     for _ in range(2):
         members.start(source)
+    wait_until(lambda: members.caches[0].num_samples, "the first cache is in the group")
+    with Cache(members.folder / "other", size_limit="50MB", min_free=0) as other:
+        worker = start_worker(other, source, num_workers=1, share="group", transform=dict)
+        with pytest.raises(
+            WorkerError, match=r"does not fit the group 'group': it has the transform .*; give the"
+        ):
+            worker.wait(timeout_s=60.0)
+        worker.close()
     members.wait(source.keys())
     assert_read_once(members, source)
     before = reads(source)
@@ -86,6 +94,7 @@ def test_all_caches_hold_all_samples_and_each_unit_is_read_once(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("third_node")
 def test_two_of_three_caches_keep_a_shard_with_two_replicas(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path, pause_s=0.05)
     for _ in range(3):
@@ -99,6 +108,7 @@ def test_two_of_three_caches_keep_a_shard_with_two_replicas(members: Members, tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("third_node")
 def test_two_groups_share_nothing(members: Members, tmp_path: Path) -> None:
     sources = [numbers(tmp_path, name=name, journal=str(tmp_path / name)) for name in ("one", "two")]
     for source in sources * 2:
@@ -109,6 +119,7 @@ def test_two_groups_share_nothing(members: Members, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("third_node")
 def test_an_exchange_brings_shards_of_the_other_nodes(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path)
     for index in range(3):
@@ -141,6 +152,7 @@ def test_the_limit_holds_while_shards_come(members: Members, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("third_node")
 def test_a_cache_that_joins_full_ones_reads_nothing_that_they_hold(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path, nbytes=20_000)
     for _ in range(2):
@@ -170,18 +182,6 @@ def test_a_full_cache_stops_though_the_others_make_everything(members: Members, 
     wait_until(lambda: small.fill_state() == "full", "it is full", 60.0)
     assert reads(source) == UNITS
     only_once(small)
-
-
-def test_a_cache_with_another_transform_is_refused(members: Members, tmp_path: Path) -> None:
-    source = numbers(tmp_path, pause_s=0.05)
-    members.start(source)
-    wait_until(lambda: members.caches[0].num_samples, "the first cache is in the group")
-    members.start(source, transform=dict)
-    with pytest.raises(
-        WorkerError, match=r"does not fit the group 'group': it has the transform .*; give the"
-    ):
-        members.workers[1].wait(timeout_s=60.0)
-    assert members.caches[0].fill_state() != "failed"
 
 
 def test_a_process_that_attaches_must_want_the_same_group(members: Members, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ def loaded(rng):
 cache = cs.Cache(sys.argv[1], size_limit="20MB")
 with cs.start_worker(cache, cs.CallableSource(loaded, num_units=1), num_workers=1) as worker:
     worker.wait(timeout_s=60)
-with cache.snapshot() as dataset:
-    print("sampling:", dataset[0]["names"])
+((_, sample),) = cs.CacheSource(sys.argv[1]).read(0, None)
+print("sampling:", sample["names"])
 print("supervisor:", loaded(None)["names"])
 """
 
