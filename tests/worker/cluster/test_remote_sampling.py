@@ -24,7 +24,7 @@ from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
 from cachestream.worker.cluster.read_actor import CALLS
-from tests.cli.support import cli, done
+from tests.cli.support import cli_here, done
 from tests.storage.support import disk_bytes
 from tests.support.plugins import forget_plugins, lay_package, lay_site
 from tests.worker.cluster.nodes import NODE
@@ -148,15 +148,14 @@ def test_an_actor_that_is_killed_loses_nothing_of_what_a_local_worker_caches(
     assert expected[0]
 
 
-@pytest.mark.usefixtures("forked")
 def test_the_command_line_has_files_read_by_actors_and_counts_them(
-    cache: Cache, locally: Fill, tmp_path: Path
+    cache: Cache, locally: Fill, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(50):
         np.save(tmp_path / f"{number}.npy", np.full((number % 3 + 1, 100), number))
     files = tmp_path / "*.npy"
     options = ("--workers", 2, "--engine", "ray", "--ray-option", "num_cpus=0.1")
-    done(cli("worker", files, cache.path, *options))
+    done(cli_here(capfd, "worker", files, cache.path, *options))
     counted = Board(cache.directory.worker_file("board")).totals()
     expected, _ = locally(cs.open_source(files))
     assert samples_of(cache) == expected
