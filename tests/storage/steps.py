@@ -192,6 +192,7 @@ def serving() -> Iterator[None]:
     ) as server:
         _servers.append(server)
         try:
+            apart(dict)  # it has begun
             yield
         finally:
             _servers.remove(server)
@@ -216,8 +217,11 @@ def apart(task: Callable[[], T]) -> T:
 
 def serve() -> None:
     """The main function of the process that `serving` starts: a child for each task, until there are no more."""
-    while sys.stdin.buffer.peek(1):
-        task = pickle.load(sys.stdin.buffer)
+    while True:
+        try:
+            task = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
         child = os.fork()
         if child == 0:
             try:
