@@ -126,11 +126,12 @@ def test_children_open_connections_of_their_own(s3_server: S3Server, bucket: Pat
     read_one(source)  # the parent's connection is open
     context: Any = multiprocessing.get_context(method)
     results = context.Queue()
-    children = [context.Process(target=read_in_child, args=(source, results)) for _ in range(2)]
+    count = 2 if method == "fork" else 1
+    children = [context.Process(target=read_in_child, args=(source, results)) for _ in range(count)]
     for child in children:
         child.start()
     expected = [read_one(source, unit)[0] for unit in range(4)]
-    assert [results.get(timeout=180) for _ in children] == [expected, expected]
+    assert [results.get(timeout=180) for _ in children] == [expected] * count
     for child in children:
         child.join(120)
         assert child.exitcode == 0

@@ -109,7 +109,8 @@ def test_packed_files_are_one_unit_each(tmp_path: Path) -> None:
 def test_a_packed_table_that_is_truncated_gives_no_cut_row_and_says_so(
     tmp_path: Path, ending: str, pack: Any
 ) -> None:
-    texts = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(15_000)]  # more than a block of bz2
+    count = 15_000 if pack is bz2.compress else 5000  # more than a block of bz2
+    texts = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(count)]
     rows = "".join(f"{i},{text}\n" for i, text in enumerate(texts))
     path = tmp_path / f"a.csv.{ending}"
     path.write_bytes(pack(f"i,j\n{rows}".encode()))

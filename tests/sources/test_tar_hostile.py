@@ -100,7 +100,11 @@ def test_a_tar_without_the_mark_at_its_end_is_read_to_the_end(tmp_path: Path, pa
         assert "truncated: it ends after" in read(tmp_path, pack(unmarked)[:-12])[1]
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, zstandard.compress], ids=["gz", "xz", "zst"])
+def quick_xz(data: bytes) -> bytes:
+    return lzma.compress(data, preset=0)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, quick_xz, zstandard.compress], ids=["gz", "xz", "zst"])
 def test_a_packed_tar_cut_anywhere_gives_samples_from_its_begin(tmp_path: Path, pack: Any) -> None:
     rng = random.Random(0)
     files = [(f"{n:03d}.bin", rng.randbytes(20_000)) for n in range(20)]
@@ -285,7 +289,7 @@ def test_an_extended_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         assert (found, "an extended header of 5,242,880 bytes" in problem) == ({}, True)
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, zstandard.compress], ids=["gz", "xz", "zst"])
+@pytest.mark.parametrize("pack", [gzip.compress, quick_xz, zstandard.compress], ids=["gz", "xz", "zst"])
 def test_a_packed_bomb_is_given_up_at_the_bound_in_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
 ) -> None:

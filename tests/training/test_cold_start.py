@@ -80,19 +80,18 @@ def test_more_than_one_percent_is_much(skipped: int, used: int, much: bool) -> N
     assert is_much(skipped, used) == much
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 64}, {"batch_size": 4, "min_samples": 64}])
-def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on(
-    cache: Cache, options: dict[str, Any]
-) -> None:
+def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on(cache: Cache) -> None:
     cache.size_limit = 3_000_000
     samples = [{"x": np.zeros(100_000, np.uint8)} for _ in range(100)]
     too_small = r"holds \d\d samples, 64 are needed, and no more fit into its size_limit of 3 MB: raise"
+    too_many: list[dict[str, Any]] = [{"batch_size": 64}, {"batch_size": 4, "min_samples": 64}]
     with cs.start_worker(cache, samples, num_workers=1):
-        with (
-            EpochLoader(cache, **options, timeout_s=2 * DEADLINE_S) as loader,
-            pytest.raises(NotEnoughSamplesError, match=too_small),
-        ):
-            next(iter(loader))
+        for options in too_many:
+            with (
+                EpochLoader(cache, **options, timeout_s=2 * DEADLINE_S) as loader,
+                pytest.raises(NotEnoughSamplesError, match=too_small),
+            ):
+                next(iter(loader))
         with pytest.raises(
             NotEnoughSamplesError, match=r"64 are needed, and no more fit into its size_limit of 3 MB"
         ):
@@ -100,8 +99,9 @@ def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on
         with EpochLoader(cache, 64, drop_last=False) as loader:
             assert len(next(iter(loader))["x"]) < 64
         cache.size_limit = 20_000_000
-        with EpochLoader(cache, **options) as loader:
-            assert len(loader) >= 1
+        for options in too_many:
+            with EpochLoader(cache, **options) as loader:
+                assert len(loader) >= 1
 
 
 def test_a_checkpoint_of_a_cache_that_was_cleared_since_waits_for_the_worker(cache: Cache) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -52,16 +53,33 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
         yield cache
 
 
-@pytest.fixture(scope="module", params=["mixed-shards", "shards-of-their-own"])
-def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cache]:
-    """A cache of all samples, with shards that were made before anything was held out, or after; for readers."""
-    with Cache(tmp_path_factory.mktemp("filled") / "cache", size_limit="20MB", min_free=0) as cache:
-        fill(cache, **({"holdout": SHARE} if request.param == "shards-of-their-own" else {}))
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Caches of all samples, with shards that were made before anything was held out, or after."""
+    paths = {name: tmp_path_factory.mktemp("filled") / name for name in ("mixed", "of their own")}
+    for name, path in paths.items():
+        with Cache(path, size_limit="20MB", min_free=0) as cache:
+            fill(cache, **({"holdout": SHARE} if name == "of their own" else {}))
+    return paths
+
+
+@pytest.fixture(scope="module", params=["mixed", "of their own"])
+def filled(templates: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Cache]:
+    """Either of these caches, for readers."""
+    with Cache(templates[request.param]) as cache:
+        yield cache
+
+
+@pytest.fixture
+def held_out(templates: dict[str, Path], tmp_path: Path) -> Iterator[Cache]:
+    """A cache whose shards are of one split each, which the test may change."""
+    shutil.copytree(templates["of their own"], tmp_path / "held out")
+    with Cache(tmp_path / "held out") as cache:
         yield cache
 
 
 def fill(cache: Cache, source: Any = None, **options: Any) -> None:
-    with cs.start_worker(cache, source or Numbered(), num_workers=2, **options) as worker:
+    with cs.start_worker(cache, source or Numbered(), **{"num_workers": 2, **options}) as worker:
         assert worker.wait(DEADLINE_S)
 
 
@@ -141,8 +159,8 @@ def test_orders_of_all_kinds_go_on_at_the_exact_batch(filled: Cache, options: di
         assert len(set(seen)) == len(seen)
 
 
-def test_an_epoch_is_replayed_and_its_shards_come_back(cache: Cache, tmp_path: Path) -> None:
-    fill(cache, holdout=SHARE)
+def test_an_epoch_is_replayed_and_its_shards_come_back(held_out: Cache, tmp_path: Path) -> None:
+    cache = held_out
     with EpochLoader(cache, 16, split="train", record=tmp_path / "run", drop_last=False) as loader:
         recorded = numbers(loader)
     with EpochLoader(cache, 16, split="train", replay=tmp_path / "run") as loader:
@@ -235,8 +253,8 @@ def test_a_loader_that_asks_midway_and_processes_that_are_killed_lose_and_double
             assert {True, False} == set((sizes == counts).tolist()), "shards of one split, and of both"
 
 
-def test_a_lost_catalogue_finds_the_splits_again(cache: Cache) -> None:
-    fill(cache, holdout=SHARE)
+def test_a_lost_catalogue_finds_the_splits_again(held_out: Cache) -> None:
+    cache = held_out
     ids = cache.snapshot(split="held-out").snapshot.shard_ids.tolist()
     cache.close()
     os.unlink(cache.directory.catalogue)
@@ -248,8 +266,8 @@ def test_a_lost_catalogue_finds_the_splits_again(cache: Cache) -> None:
         assert again.num_samples == COUNT, "nothing is fetched again"
 
 
-def test_lost_held_out_samples_are_fetched_again_and_the_others_are_not(cache: Cache) -> None:
-    fill(cache, holdout=SHARE)
+def test_lost_held_out_samples_are_fetched_again_and_the_others_are_not(held_out: Cache) -> None:
+    cache = held_out
     with cache.snapshot(split="held-out") as dataset:
         lost = int(dataset.snapshot.shard_ids[0])
     assert MappedShard(shard_path(cache.path, lost)).fill["held_out"]
@@ -260,8 +278,8 @@ def test_lost_held_out_samples_are_fetched_again_and_the_others_are_not(cache: C
         assert sorted(map(int, dataset.keys())) == list(range(COUNT))
 
 
-def test_a_damaged_shard_of_both_splits_is_put_aside(cache: Cache) -> None:
-    fill(cache)
+def test_a_damaged_shard_of_both_splits_is_put_aside(templates: dict[str, Path], tmp_path: Path) -> None:
+    cache = Cache(shutil.copytree(templates["mixed"], tmp_path / "cache"))
     with cache.snapshot() as dataset:
         path = shard_path(cache.path, int(dataset.snapshot.shard_ids[0]))
     column = MappedShard(path).columns["__key__"]
@@ -272,6 +290,7 @@ def test_a_damaged_shard_of_both_splits_is_put_aside(cache: Cache) -> None:
         found = numbers(loader)
     assert set(found) < TRAIN
     assert cache.status().quarantined == 1
+    cache.close()
 
 
 def test_a_count_that_is_wrong_gives_no_sample_to_the_other_split(new_cache: NewCache) -> None:
@@ -308,14 +327,16 @@ def test_what_cannot_work_is_refused_in_a_sentence(
             cs.start_worker(cache, Numbered(), **options)
 
 
-def test_a_cache_has_one_share_and_a_state_one_split(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
-    fill(cache, holdout=SHARE)
+def test_a_cache_has_one_share_and_a_state_one_split(
+    held_out: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = held_out
     with pytest.raises(ConfigError, match=r"holdout=0.1: .* holds out 0.2 of its samples"):
         EpochLoader(cache, 4, split="train", holdout=0.1)
-    with EpochLoader(cache, 4, split="train") as train, EpochLoader(cache, 4, split="held-out") as held_out:
+    with EpochLoader(cache, 4, split="train") as train, EpochLoader(cache, 4, split="held-out") as others:
         next(iter(train))
         with pytest.raises(ConfigError, match=r"drawn with split='train'.*has split='held-out'"):
-            held_out.load_state_dict(train.state_dict())
+            others.load_state_dict(train.state_dict())
     with EpochLoader(cache, 4):
         assert "say split='train'" in caplog.text
     cache.clear()
@@ -338,7 +359,7 @@ def test_samples_that_come_in_columns_are_split_too(cache: Cache, tmp_path: Path
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").table({"n": np.arange(5000)})
     parquet.write_table(table, tmp_path / "t.parquet", row_group_size=1000)
-    fill(cache, tmp_path / "t.parquet", holdout=SHARE)
+    fill(cache, tmp_path / "t.parquet", num_workers=1, holdout=SHARE)
     found = {}
     for name in ("train", "held-out"):
         with EpochLoader(cache, 100, split=name, drop_last=False, with_keys=True) as loader:

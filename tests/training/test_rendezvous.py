@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,15 +20,15 @@ from cachestream import RankMismatchError
 from cachestream.training import rendezvous
 from cachestream.training.ranks import Deadlines, StoreRanks, find_share, is_elastic
 from cachestream.training.rendezvous import Cancelled, ProcessGroup, StoreConnection, meet_at
+from tests.storage.support import Line, fork
 
 PATIENCE_S: Final = 180.0
-SERVER: Final = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+
+
+def serve(line: Line) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    line.say(str(store.port))
+    line.wait_for_word()
 
 
 class Dist:
@@ -81,46 +79,43 @@ def test_a_rank_that_nobody_answers_names_rank_0_or_ends_when_closed(dist: Dist)
 
 
 @pytest.fixture
-def stoppable() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A store in a process of its own, and its port."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process, int(process.stdout.readline())
-        finally:
-            process.kill()
+def stoppable() -> Iterator[tuple[int, int]]:
+    """The process id of a store in a process of its own, and its port."""
+    child = fork(serve)
+    try:
+        yield child.pid, int(child.hear())
+    finally:
+        child.kill()
 
 
 def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answer(
-    stoppable: tuple[subprocess.Popen[str], int],
+    stoppable: tuple[int, int],
 ) -> None:
-    process, port = stoppable
+    pid, port = stoppable
     line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S, 2.0))
     line.call(lambda store: store.set("there", "1"))
     assert line.call(lambda store: store.check(["there"]))
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     for _ in range(2):
         with pytest.raises(RankMismatchError, match="does not answer"):
             line.call(lambda store: store.check(["there"]))
-    process.send_signal(signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     with pytest.raises(RankMismatchError, match="does not answer"):
         line.call(lambda store: store.check(["not there"]))
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_store_whose_host_is_gone_is_an_error_that_names_it_within_the_deadline(
-    how: signal.Signals, stoppable: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+    how: signal.Signals, stoppable: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process, port = stoppable
+    pid, port = stoppable
     dist = Dist(SimpleNamespace(port=port))
     store = dist._get_default_store()
     monkeypatch.setattr(dist, "_get_default_store", lambda: store)
     monkeypatch.setattr(rendezvous, "dist", dist)
-    process.send_signal(how)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    os.kill(pid, how)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     began_s = time.monotonic()
     for rank in range(2):
         with pytest.raises(RankMismatchError, match=f"at 127.0.0.1:{port} does not answer .* see its log"):

@@ -11,6 +11,7 @@ import tracemalloc
 import warnings
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ Pixels = npt.NDArray[np.uint8]
 PLACE: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
+@cache
 def photograph(width: int, height: int) -> Image.Image:
     """Return smooth and coloured pixels, like those of a photograph."""
     noise = np.random.default_rng(width * height).integers(0, 256, (9, 12, 3), np.uint8)
@@ -42,6 +44,11 @@ def encoded(image: Image.Image, format_: str = "JPEG", **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, format_, **options)
     return stream.getvalue()
+
+
+@cache
+def png_of(width: int, height: int) -> bytes:
+    return encoded(photograph(width, height), "PNG")
 
 
 def by_pillow(data: bytes) -> Pixels:
@@ -151,7 +158,7 @@ def test_resize_takes_the_shorter_side_or_height_and_width_and_rounds_as_torchvi
     either: None, size: tuple[int, int], resize: Any, expected: tuple[int, int]
 ) -> None:
     source = photograph(*size)
-    found = decode_image(encoded(source, "PNG"), ImageOptions(resize=resize))
+    found = decode_image(png_of(*size), ImageOptions(resize=resize))
     exact = np.asarray(source.resize(expected, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     assert np.array_equal(found, exact)
     assert found.flags.c_contiguous
@@ -179,7 +186,7 @@ def test_crop_takes_the_middle(crop: Any, rows: slice, columns: slice) -> None:
 def test_a_crop_of_a_resized_image_is_what_the_whole_one_has_there(
     size: tuple[int, int], resize: Any, crop: Any
 ) -> None:
-    data = encoded(photograph(*size), "PNG")
+    data = png_of(*size)
     whole = decode_image(data, ImageOptions(resize=resize))
     found = decode_image(data, ImageOptions(resize=resize, crop=crop))
     assert difference(found, ImageOptions(crop=crop).cropped(whole)) <= 2
@@ -219,7 +226,7 @@ def test_a_turned_photograph_is_resized_and_cropped_upright(either: None, orient
     exif[0x0112] = orientation
     options = ImageOptions(resize=50, crop=(40, 60))
     found = decode_image(encoded(stored, quality=98, exif=exif), options)
-    expected = decode_image(encoded(upright, "PNG"), options)
+    expected = decode_image(png_of(320, 200), options)
     assert found.shape == (3, 40, 60)
     assert np.abs(found.astype(int) - expected).mean() < 2
 
@@ -232,14 +239,15 @@ def test_a_turned_photograph_is_resized_and_cropped_upright(either: None, orient
 def test_a_turned_tiff_is_upright_resized_and_cropped_as_one_that_was_stored_upright(
     orientation: int, options: dict[str, Any], compression: str | None
 ) -> None:
-    upright = np.asarray(photograph(96, 64))
+    size = (96, 64)
+    upright = np.asarray(photograph(*size))
     turned = np.rot90(upright, {3: 2, 4: 2, 5: 1, 6: 1, 7: -1, 8: -1}.get(orientation, 0))
     stored = turned[:, ::-1] if orientation in (2, 4) else turned[::-1] if orientation in (5, 7) else turned
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(stored), "TIFF", exif=exif, compression=compression)
     found = decode_image(data, ImageOptions(**options))
-    expected = decode_image(encoded(Image.fromarray(upright), "PNG"), ImageOptions(**options))
+    expected = decode_image(png_of(*size), ImageOptions(**options))
     assert difference(found, expected) <= 1
 
 
