@@ -97,7 +97,7 @@ FAULTS: Final = (
         "a worker that was killed is replaced",
         r"if lost_worker\(directory\) is not None:\n +self\._replace\(\)",
         "if lost_worker(directory) is not None:",
-        "tests/worker/test_worker_recovery.py::test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it",
+        "tests/worker/test_worker_recovery.py::test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it_while_it_fills_and_while_it_rests",
     ),
     Fault(
         "a full cache turns over",
