@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cachestream.storage.cache import Cache
-from tests.storage.steps import serving
 from tests.storage.support import new_cache
 
 
@@ -30,10 +29,3 @@ def make_cache(fast_path: Path) -> Iterator[Callable[..., Cache]]:
 @pytest.fixture
 def cache(make_cache: Callable[..., Cache]) -> Cache:
     return make_cache()
-
-
-@pytest.fixture(scope="session")
-def small_process() -> Iterator[None]:
-    """A small process, from which `steps.apart` forks."""
-    with serving():
-        yield

@@ -12,9 +12,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,24 +24,14 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
 from tests.storage.support import Line, assert_books_cover_disk, assert_sound, fork
 
-__all__ = [
-    "Crash",
-    "Steps",
-    "apart",
-    "copy_of",
-    "crash_everywhere",
-    "crash_twice",
-    "serve",
-    "serving",
-    "steps_of",
-]
+__all__ = ["Crash", "Steps", "copy_of", "crash_everywhere", "crash_twice", "run_task", "steps_of"]
 
 Action = Callable[[Cache, Line], object]
 Mutation = Callable[[], None]
 T = TypeVar("T")
 
 _ROOT: Final = Path(__file__).parents[2]
-_SERVE: Final = "from tests.storage.steps import serve; serve()"
+_APART: Final = "from tests.storage.steps import run_task; run_task()"
 
 _CALLS: Final = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "ftruncate", "pwrite")
 _QUIET_STATEMENTS: Final = ("SELECT", "PRAGMA", "ROLLBACK", "BEGIN")
@@ -169,70 +157,41 @@ def crash_everywhere(
     even before the recovery. Returns the steps. All of it runs in a process without the changes that a test has
     made to modules.
     """
-    return apart(partial(_crash_everywhere, template, scratch, action, check, recover, mutation, books_hold))
+    return _apart(partial(_crash_everywhere, template, scratch, action, check, recover, mutation, books_hold))
 
 
 def crash_twice(
     template: Path, scratch: Path, action: Action, recovery: Action, check: Callable[[Cache, Crash], None]
 ) -> None:
     """Kill `action` at each step, and then kill each step of the `recovery` from that."""
-    apart(partial(_crash_twice, template, scratch, action, recovery, check))
+    _apart(partial(_crash_twice, template, scratch, action, recovery, check))
 
 
-_servers: Final[list[subprocess.Popen[bytes]]] = []
-
-
-@contextmanager
-def serving() -> Iterator[None]:
-    """Within it there is an interpreter from which `apart` forks: a fork takes the longer the more memory there is,
-    and the tests' is large.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
-    ) as server:
-        _servers.append(server)
-        try:
-            apart(dict)  # it has begun
-            yield
-        finally:
-            _servers.remove(server)
-
-
-def apart(task: Callable[[], T]) -> T:
-    """Run `task` in a process of its own, without the changes that a test has made to modules."""
-    if not _servers:
-        with serving():
-            return apart(task)
-    server = _servers[-1]
-    assert server.stdin is not None
-    assert server.stdout is not None
-    cloudpickle.dump(task, server.stdin)
-    server.stdin.flush()
-    result, failure = pickle.load(server.stdout)
+def _apart(task: Callable[[], T]) -> T:
+    """Run `task` in a new interpreter: a fork takes the longer the more memory there is, and the tests' is large."""
+    done = subprocess.run(
+        [sys.executable, "-c", _APART],
+        input=cloudpickle.dumps(task),
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        check=True,
+    )
+    result, failure = pickle.loads(done.stdout)
     if failure is not None:
         raise AssertionError(failure)
     found: T = result
     return found
 
 
-def serve() -> None:
-    """The main function of the process that `serving` starts: a child for each task, until there are no more."""
-    while True:
-        try:
-            task = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        child = os.fork()
-        if child == 0:
-            try:
-                answer: tuple[object, str | None] = task(), None
-            except BaseException as error:  # noqa: BLE001  a process's main
-                answer = None, str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-            sys.stdout.buffer.write(pickle.dumps(answer))
-            sys.stdout.flush()
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            sys.exit("a task ended its process")
+def run_task() -> None:
+    """The main function of the process that `_apart` starts."""
+    task = pickle.load(sys.stdin.buffer)
+    answer: tuple[object, str | None]
+    try:
+        answer = task(), None
+    except AssertionError as error:
+        answer = None, str(error)
+    sys.stdout.buffer.write(pickle.dumps(answer))
 
 
 def _crash_everywhere(

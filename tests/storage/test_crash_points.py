@@ -22,16 +22,14 @@ from cachestream.storage.tables import Reservation, Tables
 from tests.storage.steps import Crash, crash_everywhere, crash_twice, steps_of
 from tests.storage.support import Line, content, fork, keys_in, new_cache, publish, use_all
 
-pytestmark = pytest.mark.usefixtures("small_process")
-
-SHARD_BYTES = 175_000
-FIRST = 4  # shards that the template holds: all of them are looked at after every kill
+SHARD_BYTES = 140_000
+FIRST = 5  # shards that the template holds: all of them are looked at after every kill
 LIMIT = 3 * FIRST * SHARD_BYTES
 
 
 @pytest.fixture
 def template(fast_path: Path) -> Path:
-    """A cache of four shards with equal use, room for more, and a pass with an open claim."""
+    """A cache of five shards with equal use, room for more, and a pass with an open claim."""
     path = fast_path / "template"
     with new_cache(path, LIMIT) as cache:
         with cache.catalogue.transaction() as tables:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
@@ -10,9 +9,8 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import time
+import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner, Reservations
-from tests.storage.steps import Action, Steps, apart, copy_of, steps_of
+from tests.storage.steps import Action, Steps, copy_of, steps_of
 from tests.storage.support import (
     Line,
     assert_sound,
@@ -36,16 +34,14 @@ from tests.storage.support import (
     use_all,
 )
 
-pytestmark = pytest.mark.usefixtures("small_process")
-
-SHARD_BYTES = 150_000
-FIRST = 4
+SHARD_BYTES = 100_000
+FIRST = 6
 NEXT = {"k100", "k101", "k102"}
 
 
 @pytest.fixture
 def template(fast_path: Path) -> Path:
-    """A full cache of four shards: publishing evicts one."""
+    """A full cache of six shards: publishing evicts one."""
     path = fast_path / "template"
     with new_cache(path, "3MB") as cache:
         for number in range(FIRST):
@@ -56,8 +52,6 @@ def template(fast_path: Path) -> Path:
 
 
 # --- the Nth step fails, once and for ever
-
-NOWHERE = Line(-1, -1)  # for actions that say nothing
 
 
 def refused(number: int) -> Callable[[str], None]:
@@ -152,45 +146,43 @@ ACTIONS: dict[str, tuple[Action, Callable[[Cache], None]]] = {
 @pytest.mark.parametrize("what", ACTIONS)
 def test_any_step_may_fail(template: Path, fast_path: Path, what: str, number: int, for_ever: bool) -> None:
     """The error is a documented one, the process continues with the same cache, and nothing is left over."""
+    action, prepare = ACTIONS[what]
     with Cache(template) as cache:
-        ACTIONS[what][1](cache)
-    errors = apart(partial(fail_at_each_step, template, fast_path, what, number, for_ever))
-    if number == errno.ENOSPC and what == "publish":
-        assert any("CacheFullError" in text for text in errors)
+        prepare(cache)
+    names = steps_of(template, fast_path, action, opening=what != "rebuild")
 
-
-def fail_at_each_step(template: Path, scratch: Path, what: str, number: int, for_ever: bool) -> list[str]:
-    """What the action said when each of its steps failed, one after the other."""
-    action = ACTIONS[what][0]
-    errors: list[str] = []
-    for last, name in enumerate(steps_of(template, scratch, action, opening=what != "rebuild")):
-        path = copy_of(template, scratch)
-        cache = Cache.__new__(Cache)
-        steps = Steps(last, refused(number), for_ever=for_ever)
-        if what == "rebuild":
-            cache.directory = Directory(str(path))
-        else:
-            cache = Cache(path)
-            cache.close()
-        undo = steps.install()
-        try:
-            action(cache, NOWHERE)
-            error = ""
-        except CacheError as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        steps.last = None
-        undo()
-        errors.append(error)
-        try:
+    def try_all(line: Line) -> None:
+        for last in range(len(names)):
+            path = copy_of(template, fast_path)
+            cache = Cache.__new__(Cache)
+            steps = Steps(last, refused(number), for_ever=for_ever)
+            if what == "rebuild":
+                cache.directory = Directory(str(path))
+            else:
+                cache = Cache(path)
+                cache.close()
+            undo = steps.install()
+            try:
+                action(cache, line)
+                error = ""
+            except CacheError as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            steps.last = None
+            undo()
+            line.say(f"{names[last]} → {error or 'no error'}")
             with Cache(path) if what == "rebuild" else cache as same:
                 if what == "repair":
                     same.verify(repair=True)
                 go_on(same)
-        except Exception as problem:
-            raise AssertionError(
-                f"step {last}, '{name}', failed ({error or 'no error'}): {problem}"
-            ) from problem
-    return errors
+
+    child = fork(try_all)
+    heard = []
+    while text := child.hear():
+        heard.append(text)
+    assert child.wait() == 0, f"after: {heard[-1:]}, failing step {names[len(heard) : len(heard) + 1]}"
+    assert len(heard) == len(names)
+    if number == errno.ENOSPC and what == "publish":
+        assert any("CacheFullError" in text for text in heard)
 
 
 def go_on(cache: Cache) -> None:
@@ -210,10 +202,6 @@ def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
     template: Path, fast_path: Path
 ) -> None:
     """However often a step of publishing fails for lack of space, the cache does not shrink."""
-    apart(partial(live_on_at_each_step, template, fast_path))
-
-
-def live_on_at_each_step(template: Path, scratch: Path) -> None:
     steps = Steps(None, refused(errno.ENOSPC), for_ever=True)
 
     def publish_as(cache: Cache, line: Line) -> None:
@@ -233,8 +221,8 @@ def live_on_at_each_step(template: Path, scratch: Path) -> None:
         with cache.catalogue.reading() as tables:
             line.say(f"{len(tables.reservations())} reservations")
 
-    for number in range(len(steps_of(template, scratch, publishes))):
-        path = copy_of(template, scratch)
+    for number in range(len(steps_of(template, fast_path, publishes))):
+        path = copy_of(template, fast_path)
         steps.last = number
         child = fork(lambda line, path=path: publish_as(Cache(path), line))  # type: ignore[misc]
         shards, reservations = child.hear(), child.hear()
@@ -411,29 +399,17 @@ def test_a_limit_on_the_size_of_files(cache: Cache, most: int) -> None:
 
 
 STRACE = shutil.which("strace")
-MAY_BE_TRACED = 0x59616D61, ctypes.c_ulong(-1)  # prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
-
-
-def publish_twice(path: str, call: str, place: str) -> list[str]:
-    """What two shards came to, of which the first one meets a `call` that fails for the file at `place`."""
-    cache = new_cache(Path(path))
-    ctypes.CDLL(None).prctl(*MAY_BE_TRACED)
-    options = ["-qq", "-o", "/dev/null", "-P", place, "-e", f"trace={call}"]
-    command = [str(STRACE), *options, "-e", f"inject={call}:error=EIO:when=1", "-p", str(os.getpid())]
-    said = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
-        while "TracerPid:\t0\n" in Path("/proc/self/status").read_text(encoding="ascii"):
-            if tracer.poll() is not None:
-                assert tracer.stderr is not None
-                return [tracer.stderr.read()]
-            time.sleep(0.01)
-        for first in (0, 3):
-            try:
-                said.append(f"published {publish(cache, content(first))}")
-            except CacheError as error:
-                said.append(f"{type(error).__name__} {error}")
-        tracer.terminate()
-    return said
+PUBLISH_TWICE = """\
+import sys
+from cachestream.errors import CacheError
+from tests.storage.support import content, new_cache, publish
+cache = new_cache(sys.argv[1])
+for first in (0, 3):
+    try:
+        print("published", publish(cache, content(first)), flush=True)
+    except CacheError as error:
+        print(type(error).__name__, error, flush=True)
+"""
 
 
 @pytest.mark.skipif(STRACE is None, reason="no strace")
@@ -453,10 +429,15 @@ def test_the_kernel_refuses(fast_path: Path, call: str, path: str, lost: list[in
     cache_path = fast_path / "cache"
     new_cache(cache_path).close()
     place = fast_path / "cache" / path
-    lines = apart(partial(publish_twice, str(cache_path), call, str(place)))
-    if "Operation not permitted" in lines[0]:
+    result = subprocess.run(
+        [str(STRACE), "-f", "--seccomp-bpf", "-e", f"trace={call}", "-qq", "-o", "/dev/null", "-P", str(place), "-e", f"inject={call}:error=EIO:when=1",
+         sys.executable, "-c", PUBLISH_TWICE, str(cache_path)],
+        capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    if "Operation not permitted" in result.stderr:
         pytest.skip("no ptrace here")
-    assert len(lines) == 2, lines
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2, result.stderr
     assert lines[0].startswith("DiskFailedError"), lines
     assert "check the disk" in lines[0]
     assert lines[1].startswith("published")

@@ -6,7 +6,6 @@ They share the disk and the kernel, so a directory that two of them use is a dis
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -27,9 +26,6 @@ __all__ = ["Host", "Hosts", "needs_hosts", "run_hosts"]
 _NETWORK: Final = "198.{}.{}"
 _OURS: Final = re.compile(r"csn(\d+)[a-z]")
 _COMMAND_TIMEOUT_S: Final = 120.0
-_CLONE_NEWNET: Final = 0x40000000
-_CLONE_NEWUTS: Final = 0x04000000
-_CLONE_NEWNS: Final = 0x00020000
 _END_S: Final = 120.0
 
 
@@ -56,22 +52,6 @@ class Host:
             start_new_session=True,
             **options,
         )
-
-    def enter(self) -> None:
-        """Move this process, which has one thread, onto the host, in a session of its own."""
-        os.setsid()
-        libc, name = ctypes.CDLL(None, use_errno=True), self.name.encode()
-        with open(f"/run/netns/{self.name}", encoding="ascii") as network:
-            calls: list[Callable[[], int]] = [
-                lambda: libc.setns(network.fileno(), _CLONE_NEWNET),
-                lambda: libc.unshare(_CLONE_NEWUTS | _CLONE_NEWNS),
-                lambda: libc.sethostname(name, len(name)),
-            ]
-            for call in calls:
-                if call():
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        for options in (["--make-rslave", "/"], ["--bind", self.names, "/etc/hosts"]):
-            subprocess.run(["mount", *options], check=True)
 
     def cut(self) -> None:
         """Take the host off the network: nothing is refused, all is lost."""

@@ -18,7 +18,7 @@ from tests.training.scripts.matrix import BATCH_SIZE, CASES, SIZES, Case
 
 ROOT: Final = Path(__file__).parents[2]
 METHODS: Final = ("fork", "spawn", "forkserver")
-EPOCHS: Final = 7
+EPOCHS: Final = 10
 SOAK_EPOCHS: Final = int(os.environ.get("MATRIX_EPOCHS", "2000"))
 
 Epoch = tuple[list[list[int]], ...]  # [rank][step] is a list of numbers

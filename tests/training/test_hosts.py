@@ -15,16 +15,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess as Process
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from torch.distributed import run
 
 from cachestream import Cache
-from tests.support.forked import fork_process
 from tests.support.hosts import Host, Hosts, needs_hosts, run_hosts
 from tests.support.s3 import run_s3_server
 from tests.training.scripts.node import Settings
@@ -35,7 +32,7 @@ PATIENCE_S: Final = 180.0
 TIMEOUT_S: Final = 16.0  # the loader's: a cut is noticed after half of it
 ENOUGH: Final = 12  # steps
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]
+pytestmark = [pytest.mark.timeout(600)]
 
 
 @dataclass
@@ -55,12 +52,6 @@ class Log:
         return [step["numbers"] for step in self.of("step") if step["epoch"] == epoch]
 
 
-def torchrun() -> None:
-    """Be the torchrun of a host, with the arguments after the first one, which describes the host."""
-    Host(**json.loads(sys.argv.pop(1))).enter()
-    run.main()
-
-
 class Cluster:
     """A job over hosts: a torchrun on each, and the output of their ranks."""
 
@@ -70,13 +61,13 @@ class Cluster:
         self._settings = settings
         self._nodes = nodes
         self._ranks = ranks
-        self._agents: dict[str, Process] = {}
+        self._agents: dict[str, subprocess.Popen[Any]] = {}
         for host in hosts.all:
             self.start(host)
 
     def start(self, host: Host) -> None:
-        arguments = [
-            *("--nnodes", self._nodes, "--max-restarts", "9"),
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes, "--max-restarts", "9"),
             *("--nproc-per-node", str(self._ranks), "--rdzv-backend", "c10d", "--rdzv-id", "a-test"),
             *("--rdzv-endpoint", f"{self.hosts[0].address}:29400", "--local-addr", host.address),
             *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"),
@@ -89,12 +80,10 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        self._agents[host.name] = fork_process(
-            torchrun,
-            (json.dumps(asdict(host)), *arguments),
-            environment={**own, "PYTHONPATH": str(ROOT)},
-            output=self._folder / f"{host.name}.log",
-        )
+        with (self._folder / f"{host.name}.log").open("ab") as sink:
+            self._agents[host.name] = host.popen(
+                command, cwd=ROOT, env={**os.environ, **own}, stdout=sink, stderr=subprocess.STDOUT
+            )
 
     def logs(self) -> list[Log]:
         """The processes of ranks that have made their loader."""
@@ -129,29 +118,25 @@ class Cluster:
 
     def leave(self, host: Host) -> None:
         """End the torchrun of a node, and its ranks with it."""
-        agent = self._agents[host.name]
-        os.killpg(agent.pid or 0, signal.SIGTERM)
-        agent.join(PATIENCE_S)
+        os.killpg(self._agents[host.name].pid, signal.SIGTERM)
+        self._agents[host.name].wait(PATIENCE_S)
 
     def finish(self) -> None:
         """End the job normally."""
         Path(self._settings.out, "stop").touch()
         for agent in self._agents.values():
-            agent.join(PATIENCE_S)
-            assert agent.exitcode == 0, self._said()
+            assert agent.wait(PATIENCE_S) == 0, self._said()
 
     def _said(self) -> str:
         return "\n".join(
-            f"{path.name}: {path.read_text(errors='replace')[-3000:]}"
-            for path in self._folder.glob("*.log.*")
+            f"{path.name}: {path.read_text(errors='replace')[-3000:]}" for path in self._folder.glob("*.log")
         )
 
     def end(self) -> None:
         for agent in self._agents.values():
-            if agent.is_alive():
-                os.killpg(agent.pid or 0, signal.SIGKILL)
-            agent.join(PATIENCE_S)
-            agent.close()
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait(PATIENCE_S)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Ranks of a job select, pack by tokens and weigh alike, over one cache or one each."""
+"""Ranks that torchrun starts select, pack by tokens and weigh alike, over one cache or one each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import torch
 import cachestream as cs
 from cachestream import Cache
 from tests.support.caches import add_shard
-from tests.support.forked import fork_process
 from tests.training.conftest import NewCache
-from tests.training.scripts import selecting
 from tests.training.scripts.ports import free_port
 from tests.training.sources import Single
 from tests.training.test_turnover import LIMIT_BYTES, SAMPLE_BYTES
-from tests.worker.support import DEADLINE_S, wait_until
+from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 BUDGET: Final = 120
@@ -48,27 +46,6 @@ def run_ranks(script: str, out: Path, *arguments: object) -> list[Any]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def fork_ranks(out: Path, *paths: str) -> list[Any]:
-    """The same of `selecting`, in processes that have the environment that torchrun gives."""
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        fork_process(
-            selecting.main,
-            (out, *paths),
-            environment={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            output=out / f"rank {rank}",
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.join(DEADLINE_S)
-        rank.kill()
-        rank.join()
-    codes = [rank.exitcode for rank in ranks]
-    assert codes == [0, 0], [path.read_text()[-3000:] for path in out.glob("*.stderr")]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
-
-
 def length_of(number: int) -> int:
     return 1 + 7 * number % 40
 
@@ -85,7 +62,6 @@ def epochs_of(found: dict[str, Any]) -> list[list[list[int]]]:
     return [found["first"], found["begun"] + found["again"]]
 
 
-@pytest.mark.usefixtures("forked")
 def test_ranks_select_and_pack_by_tokens_in_equal_steps_and_go_on_from_one_state(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
@@ -93,7 +69,7 @@ def test_ranks_select_and_pack_by_tokens_in_equal_steps_and_go_on_from_one_state
     of_own = range(200), range(1000, 1140)
     for cache, numbers in zip(own, of_own, strict=True):
         fill(cache, numbers)
-    ranks = fork_ranks(tmp_path, shared.path, *(cache.path for cache in own))
+    ranks = run_ranks("selecting", tmp_path, shared.path, *(cache.path for cache in own))
     for name in ("selected", "tokens"):
         found = [rank[name] for rank in ranks]
         assert found[0]["lengths"] == found[1]["lengths"]

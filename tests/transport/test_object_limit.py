@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import bz2
 import gzip
-import io
+import json
 import lzma
 import os
-import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,92 +26,64 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.files import FileSource
 from cachestream.sources.tar import TarSource
 from cachestream.transport import object_limit
-from tests.storage.steps import apart, serving
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer
-from tests.worker.support import failures_of, only_once, sampling_pids, wait_until
+from tests.worker.support import DEADLINE_S, ROOT, failures_of, only_once, sampling_pids, wait_until
 
 LIMIT_BYTES: Final = 20_000_000
 BOMB_BYTES: Final = 300_000_000
 PIECE_BYTES: Final = 10_000_000
-# Of bz2.compress(head() + bytes(BOMB_BYTES)), which takes three seconds.
-BZIP2: Final = r"""
-LRx4!F+o`-Q&|Kfp-KgQK;NL`5J2Q;5CH>1Ag@K=4hR4M2p|BI2`QyLBTR;xXk^emH9U|-RKjGz8ZZEW5dH-KRZ$=jKowL-e
-L#u;q>>SZr7JiW4Cdt=-8zC7LjHDC<D~H1p_aJi<4o_2+R48`?GiF+V@eH5?bbv4(dbA4B$5&Q#RX)UO=LJHi+lxsIRFCy00
-1C>0Kx$^847@wq$&bj#RX)UO=LJHi+lxsIRFCy001C>0Kx$^847@wq$&bj#RX)UO=LJHi+lxsIRFCy001C>0Kx$^847@wq$&
-bj#RX)UO=LJHi+lxsIRFCy001C>0Kx$^847@wq$&bj#RX)UO=LJHi+lxsIRFCy001C>0Kx$^847@wq$&bj#RX)UO=OtmcT58
-D@c@GW06+i$Ab<eFFea&{s1*gZC=~_b?ntK!5({AjFCY
-"""
 MOST_GROWTH: Final = 200_000_000  # several times the limit, and the libraries loaded meanwhile
+READ: Final = """
+import json, sys
+import numpy as np
+import cachestream as cs
 
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
-@pytest.fixture(scope="module", autouse=True)
-def small_process() -> Iterator[None]:
-    """A process of little memory, from which those that read are forked."""
-    with serving():
-        yield
+what, options = json.loads(sys.argv[1])
+source = cs.open_source(what, **options)
+before = peak()
+try:
+    for _ in source.read(source.num_units - 1, np.random.default_rng(0)):
+        pass
+    print(json.dumps(["", peak() - before]))
+except cs.SampleError as error:
+    print(json.dumps([str(error), peak() - before]))
+"""
 
 
 def read_elsewhere(what: str | list[str], **options: Any) -> tuple[str, int]:
     """Return the SampleError of reading the last unit, and the peak growth of the process that reads it."""
-    return apart(partial(read_last, what, {"max_object_size": LIMIT_BYTES, **options}))
-
-
-def read_last(what: str | list[str], options: dict[str, Any]) -> tuple[str, int]:
-    source: Any = cs.open_source(what, **options)
-    (before,) = _peak(os.getpid())
-    error = ""
-    try:
-        for _ in source.read(source.num_units - 1, np.random.default_rng(0)):
-            pass
-    except SampleError as caught:
-        error = str(caught)
-    return error, _peak(os.getpid())[0] - before
-
-
-def head() -> bytes:
-    """The beginning of an .npy file of zeros."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": "|u1", "fortran_order": False, "shape": (BOMB_BYTES,)}
+    options = {"max_object_size": LIMIT_BYTES, **options}
+    done = subprocess.run(
+        [sys.executable, "-c", READ, json.dumps([what, options])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
     )
-    return file.getvalue()
+    message, growth = json.loads(done.stdout)
+    return message, growth
 
 
-def deflated(first: bytes, zeros: int) -> bytes:
-    """`first` and so many zeros, packed piece by piece."""
-    pieces = 40
-    assert zeros % pieces == 0
-
-    def part(piece: bytes, mode: int) -> bytes:
-        packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
-        return packer.compress(piece) + packer.flush(mode)
-
-    piece = part(bytes(zeros // pieces), zlib.Z_FULL_FLUSH)
-    return part(first, zlib.Z_FULL_FLUSH) + piece * pieces + part(b"", zlib.Z_FINISH)
+def zeros_to(file: Any, nbytes: int) -> None:
+    for _ in range(nbytes // 1_000_000):
+        file.write(bytes(1_000_000))
 
 
-def zip_of(
-    path: Path, name: str, first: bytes, packed: bytes, compression: int = zipfile.ZIP_DEFLATED
-) -> None:
-    """A zip of one file, `first` and BOMB_BYTES zeros, of which `packed` is the compressed form."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(name, packed)
-        entry = archive.getinfo(name)
-        entry.compress_type, entry.file_size = compression, len(first) + BOMB_BYTES
-        entry.CRC = zlib.crc32(first)
-        for _ in range(BOMB_BYTES // PIECE_BYTES):
-            entry.CRC = zlib.crc32(bytes(PIECE_BYTES), entry.CRC)
-
-
-def npz(path: Path) -> None:
-    zip_of(path, "x.npy", head(), deflated(head(), BOMB_BYTES))
-
-
-def npz_of_bzip2(path: Path) -> None:
-    packed = base64.b85decode(BZIP2.translate({ord("\n"): None}))
-    assert bz2.BZ2Decompressor().decompress(packed, len(head())) == head()
-    zip_of(path, "x.npy", head(), packed, zipfile.ZIP_BZIP2)
+def npz(path: Path, compression: int = zipfile.ZIP_DEFLATED) -> None:
+    with (
+        zipfile.ZipFile(path, "w", compression, compresslevel=1) as archive,
+        archive.open("x.npy", "w", force_zip64=True) as file,
+    ):
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|u1", "fortran_order": False, "shape": (BOMB_BYTES,)}
+        )
+        zeros_to(file, BOMB_BYTES)
 
 
 def tar(path: Path, compress: Callable[[bytes], bytes] | None = None) -> None:
@@ -138,22 +108,12 @@ def sparse(path: Path, head: bytes = b"") -> None:
 
 
 def png(path: Path) -> None:
-    """A black picture of 9000 x 9000 pixels."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-    nbytes = 9000 * (1 + 3 * 9000)
-    body = b"\x78\x01" + deflated(b"", nbytes) + struct.pack(">HH", nbytes % 65521, 1)
-    ends = chunk(b"IHDR", struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)), chunk(b"IEND", b"")
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + ends[0] + chunk(b"IDAT", body) + ends[1])
-    with Image.open(path) as image:
-        assert image.size == (9000, 9000)
+    Image.new("RGB", (9000, 9000)).save(path, compress_level=1)
 
 
 FILES: Final[dict[str, tuple[str, Callable[[Path], None]]]] = {
     "npz": ("a.npz", npz),
-    "npz of bzip2": ("a.npz", npz_of_bzip2),
+    "npz of bzip2": ("a.npz", lambda path: npz(path, zipfile.ZIP_BZIP2)),
     "tar": ("a.tar", tar),
     "tar.gz": ("a.tar.gz", lambda path: tar(path, gzip.compress)),
     "tar.bz2": ("a.tar.bz2", lambda path: tar(path, bz2.compress)),
@@ -185,15 +145,17 @@ def test_a_body_on_the_web_that_grows_above_the_limit_is_read_no_further(
 
 
 def test_an_object_of_s3_above_the_limit_is_not_asked_for(s3_server: S3Server, s3_bucket: Path) -> None:
-    (s3_bucket / "a.bin").write_bytes(
-        bytes(LIMIT_BYTES + PIECE_BYTES)
-    )  # the server reads it whole for its ETag
+    (s3_bucket / "a.bin").write_bytes(bytes(2 * LIMIT_BYTES))  # the server reads it whole for its ETag
     message, _ = read_elsewhere(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
     assert "a.bin: more than 20 MB in one object" in message
 
 
 def test_a_file_of_a_driver_that_is_not_asynchronous_is_limited(tmp_path: Path) -> None:
-    zip_of(tmp_path / "all.zip", "a.bin", b"", deflated(b"", BOMB_BYTES))
+    with (
+        zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("a.bin", "w") as file,
+    ):
+        zeros_to(file, BOMB_BYTES)
     message, growth = read_elsewhere(f"zip://a.bin::file://{tmp_path}/all.zip")
     assert "more than 20 MB in one object" in message
     assert growth < MOST_GROWTH

@@ -119,7 +119,7 @@ def test_a_fork_server_that_the_system_refuses_a_process_is_gone(tmp_path: Path)
 
 
 def test_a_worker_goes_on_when_its_fork_server_is_killed(cache: Cache, processes: Processes) -> None:
-    source = Numbers(150, pause_s=0.04)
+    source = Numbers(150, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=2) as worker:
         cache.wait(1, DEADLINE_S)
         pids = sampling_pids(cache)

@@ -76,8 +76,8 @@ def test_what_is_left_over_is_counted(cache: Cache) -> None:
 
 
 def test_a_worker_goes_on_where_the_one_before_was_stopped_and_in_no_other_packing(cache: Cache) -> None:
-    wanted = expected(Documents(units=30, samples=9))
-    source = Documents(units=30, samples=9, pause_s=0.06)
+    wanted = expected(Documents(units=60, samples=9))
+    source = Documents(units=60, samples=9, pause_s=0.06)
     with cs.start_worker(cache, source, num_workers=1, transform=PACKING, shard_size="2KB"):
         cache.wait(len(wanted) // 3, timeout_s=DEADLINE_S)
     assert cache.num_samples < len(wanted)

@@ -160,7 +160,7 @@ def test_a_transform_that_always_raises_ends_with_its_error_not_with_the_data(ca
 
 
 def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) -> None:
-    source = Numbers(75, pause_s=0.04)
+    source = Numbers(75, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:
         cache.wait(1, DEADLINE_S)
         (pid,) = sampling_pids(cache)

@@ -224,7 +224,7 @@ def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Ca
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
     cache: Cache, processes: Processes
 ) -> None:
-    source = Numbers(150, pause_s=0.04)
+    source = Numbers(150, pause_s=0.1)
     worker = cs.start_worker(cache, source, num_workers=2)
     cache.wait(1, DEADLINE_S)
     kill_supervisor(cache, processes, worker)

@@ -87,7 +87,7 @@ def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache
 
 
 def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_twice(cache: Cache) -> None:
-    source = Numbers(100, pause_s=0.016)
+    source = Numbers(100, pause_s=0.04)
     with cs.start_worker(cache, source, num_workers=2, concurrency=1) as worker:
         cache.wait(25, DEADLINE_S)
         Path(cache.directory.catalogue).unlink()

@@ -111,7 +111,7 @@ def test_a_full_cache_whose_catalogue_is_lost_goes_on_being_filled(cache: Cache)
 
 def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
     """A new one counts passes from 1 again, which is not the end of the one that was waited for."""
-    source = Numbers(100, pause_s=0.03)
+    source = Numbers(100, pause_s=0.08)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         assert worker.wait(DEADLINE_S)
         cache.evict(to=0)
@@ -131,7 +131,7 @@ def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
 
 
 def test_a_pass_that_makes_no_sense_has_the_catalogue_rebuilt_by_the_worker(cache: Cache) -> None:
-    source = Numbers(100, pause_s=0.04)
+    source = Numbers(100, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=2) as worker:
         cache.wait(10, DEADLINE_S)
         with cache.catalogue.transaction() as tables:
@@ -146,7 +146,7 @@ def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it_while_it_f
     cache: Cache, processes: Processes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a complete pass, too: what is evicted or damaged later is to be fetched again."""
-    source = Numbers(100, pause_s=0.04)
+    source = Numbers(100, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         cache.wait(1, DEADLINE_S)
         first = kill(cache)
@@ -173,7 +173,7 @@ def test_a_worker_that_is_replaced_between_two_looks_is_waited_for(
         return look(monitor)
 
     monkeypatch.setattr(WorkerMonitor, "will_replace", late_look)
-    source = Numbers(100, pause_s=0.04)
+    source = Numbers(100, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         cache.wait(1, DEADLINE_S)
         kill(cache)
@@ -341,7 +341,7 @@ def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
 
 
 def test_a_stopped_fork_server_holds_nobody_up(cache: Cache, processes: Processes) -> None:
-    source = Numbers(100, pause_s=0.04)
+    source = Numbers(100, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         cache.wait(1, DEADLINE_S)
         (server,) = processes.called("cs-forkserver")
@@ -364,7 +364,7 @@ def take_descriptors(pid: int) -> tuple[int, int]:
 def test_a_supervisor_that_is_out_of_descriptors_for_a_moment_goes_on_and_replaces_what_died(
     cache: Cache,
 ) -> None:
-    source = Numbers(100, pause_s=0.02)
+    source = Numbers(100, pause_s=0.05)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         cache.wait(1, DEADLINE_S)
         supervisor, (first,) = supervisor_pid(cache), sampling_pids(cache)
