@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,8 @@ import numpy as np
 from cachestream.errors import SampleError
 from cachestream.sources.base import Source, units_of
 from cachestream.sources.files import FileSource
-from cachestream.testing.checks import CHECKS, SourceChecks
 
-__all__ = ["check_reading", "keys", "read", "read_all", "read_unit", "record_places"]
-
-
-def check_reading(source: Source | Callable[[], Source], secrets: Sequence[str] = ()) -> None:
-    """Check in this process what `check_source` does: all but the fingerprint in another one, and a worker."""
-    for check in CHECKS:
-        if check not in (SourceChecks.check_fingerprint, SourceChecks.check_round_trip):
-            check(SourceChecks(source, tuple(secrets)))
+__all__ = ["keys", "read", "read_all", "read_unit", "record_places"]
 
 
 def read(source: Source, unit: int) -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from cachestream.sources.open import open_source
 from cachestream.sources.parquet import ParquetSource
 from cachestream.testing.checks import check_source
 from cachestream.transport.file_objects import SeekableFile
-from tests.sources.reading import check_reading, read_unit
+from tests.sources.reading import read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -346,7 +346,7 @@ def test_a_parquet_source_keeps_the_protocol(tmp_path: Path) -> None:
     rows[5] = None
     pq.write_table(hugging_face(rows), tmp_path / "b.parquet", row_group_size=4)
     check_source(lambda: ParquetSource(tmp_path / "a.parquet"))
-    check_reading(lambda: ParquetSource(tmp_path / "b.parquet", decode_images=True))
+    check_source(lambda: ParquetSource(tmp_path / "b.parquet", decode_images=True))
 
 
 def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def share_kept(path: Path, eviction: str) -> float:
             wait_until(lambda: cache.fill_state() == "full", "the cache is full")
             seen: set[int] = set()
             with cs.EpochLoader(
-                cache, BATCH, weights=WEIGHTS, min_samples=BATCH, prefetch=1, turnover=0.12
+                cache, BATCH, weights=WEIGHTS, min_samples=BATCH, prefetch=1, turnover=0.06
             ) as loader:
                 for _ in range(60):
                     train(cache, loader, seen)

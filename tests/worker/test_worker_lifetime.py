@@ -54,8 +54,7 @@ class Squares:                          # a source of __main__
 
 kind = sys.argv[2]
 offset = len(sys.argv)
-double = Scale(2)
-transform = {"lambda": lambda s: double(s),
+transform = {"class": Scale(2), "lambda": lambda s: {"y": s["n"] * 2 * factor},
              "closure": (lambda k: lambda s: {"y": s["n"] * k * factor})(2)}[kind]
 cache = cs.Cache(sys.argv[1], size_limit="20MB", min_free=0)
 worker = cs.start_worker(cache, Squares(), num_workers=1, transform=transform)
@@ -64,7 +63,7 @@ print(cache.num_samples)
 """
 
 
-@pytest.mark.parametrize("kind", ["lambda", pytest.param("closure", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["class", "lambda", pytest.param("closure", marks=pytest.mark.slow)])
 def test_a_script_without_a_main_guard_starts_a_worker_with_its_own_functions(
     tmp_path: Path, processes: Processes, kind: str
 ) -> None:
@@ -103,14 +102,15 @@ def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_las
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
     with ExitStack() as stack:
-        runs = [script(tmp_path / f"rank{rank}.py", ATTACHING, cache.path) for rank in range(3)]
+        runs = [script(tmp_path / f"rank{rank}.py", ATTACHING, cache.path) for rank in range(4)]
         entered = [stack.enter_context(run) for run in runs]
-        assert sorted(run.line() for run in entered) == ["attached", "attached", "started"]
+        assert sorted(run.line() for run in entered) == ["attached", "attached", "attached", "started"]
         pid = supervisor_pid(cache)
-        entered[0].tell()
-        entered[0].end()
-        entered[1].process.kill()
-        entered[1].process.wait(DEADLINE_S)
+        for rank in (0, 1):
+            entered[rank].tell()
+            entered[rank].end()
+        entered[2].process.kill()
+        entered[2].process.wait(DEADLINE_S)
         before = cache.status().worker
         assert before is not None
         wait_until(
@@ -118,8 +118,8 @@ def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_las
             "it goes on for the last one",
         )
         assert supervisor_pid(cache) == pid
-        entered[2].tell()
-        entered[2].end()
+        entered[3].tell()
+        entered[3].end()
     processes.wait_until_gone()
     assert not cache.has_worker()
 
@@ -154,7 +154,7 @@ def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
             processes.wait_until_gone(5.0)
         else:
             if how == "stop":
-                cs.start_worker(cache, Numbers(None, pause_s=0.05)).stop()  # raises after 5 s
+                cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()  # raises after 5 s
             else:
                 os.kill(supervisor_pid(cache), signal.SIGTERM)
                 wait_until(lambda: not cache.has_worker(), "it is gone", 5.0)
@@ -172,16 +172,16 @@ def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
         run.end()  # the end of its output: nobody else holds the pipes
     count = cache.wait(1, DEADLINE_S)
     cache.wait(count + 1, DEADLINE_S)
-    attached = cs.start_worker(cache, Numbers(None, pause_s=0.05))
+    attached = cs.start_worker(cache, Numbers(None, pause_s=0.01))
     assert attached.attached
     attached.close()
     assert cache.has_worker(), "who attached may go, too"
-    cs.start_worker(cache, Numbers(None, pause_s=0.05)).stop(DEADLINE_S)
+    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
     processes.wait_until_gone()
 
 
 def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, processes: Processes) -> None:
-    source = Numbers(None, pause_s=0.05)
+    source = Numbers(None, pause_s=0.01)
     with cs.start_worker(cache, source, num_workers=1):
         other = cs.start_worker(cache, source, num_workers=1, detach=True)
         assert other.attached
@@ -193,7 +193,7 @@ def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, pr
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes, number: int) -> None:
-    worker = cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=2)
+    worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
     cache.wait(1, DEADLINE_S)
     os.kill(supervisor_pid(cache), number)
     processes.wait_until_gone()
@@ -205,8 +205,8 @@ def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes
 
 def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Cache, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    source = Numbers(100, 3, pause_s=0.06, journal=str(journal))
-    for _ in range(2):
+    source = Numbers(200, 3, pause_s=0.03, journal=str(journal))
+    for _ in range(3):
         worker = cs.start_worker(cache, source, num_workers=2, concurrency=2)
         before = cache.num_samples
         cache.wait(before + 30, DEADLINE_S)
@@ -216,15 +216,15 @@ def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Ca
     fill(cache, source, num_workers=2)
     assert only_once(cache) == source.keys()
     units = journal.read_text().split()
-    assert len(set(units)) == 100
+    assert len(set(units)) == 200
     # At each stop some units are in flight, or read but not yet looked at; they are read again.
-    assert len(units) <= 100 + 2 * 2 * 8
+    assert len(units) <= 200 + 3 * 2 * 8
 
 
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
     cache: Cache, processes: Processes
 ) -> None:
-    source = Numbers(150, pause_s=0.1)
+    source = Numbers(600, pause_s=0.01)
     worker = cs.start_worker(cache, source, num_workers=2)
     cache.wait(1, DEADLINE_S)
     kill_supervisor(cache, processes, worker)
@@ -237,7 +237,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
 
 
 def test_a_worker_ends_when_its_cache_is_removed(cache: Cache, processes: Processes) -> None:
-    cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=1, detach=True)
+    cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1, detach=True)
     cache.wait(1, DEADLINE_S)
     cache.close()
     shutil.rmtree(cache.path, ignore_errors=True)
@@ -249,7 +249,7 @@ def test_a_worker_ends_when_its_cache_is_removed(cache: Cache, processes: Proces
 def test_a_worker_ends_when_another_cache_has_taken_the_place_of_its_own(
     cache: Cache, processes: Processes
 ) -> None:
-    cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=1, detach=True)
+    cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1, detach=True)
     pids = processes.pids()
     cache.wait(1, DEADLINE_S)
     cache.close()
@@ -272,7 +272,7 @@ def open_in(pid: int) -> set[str]:
 def test_processes_hold_no_named_shared_memory_and_none_of_our_files(cache: Cache, tmp_path: Path) -> None:
     with open(tmp_path / "ours", "w", encoding="utf-8") as ours:
         os.set_inheritable(ours.fileno(), True)
-        with cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=1):
+        with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1):
             cache.wait(1, DEADLINE_S)
             for pid in (supervisor_pid(cache), *sampling_pids(cache)):
                 targets = open_in(pid)
@@ -283,10 +283,10 @@ def test_processes_hold_no_named_shared_memory_and_none_of_our_files(cache: Cach
 
 
 def test_the_worker_stays_when_the_handle_is_dropped(cache: Cache) -> None:
-    cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=1)
+    cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
     count = cache.wait(1, DEADLINE_S)
     cache.wait(count + 1, DEADLINE_S)
-    cs.start_worker(cache, Numbers(None, pause_s=0.05)).stop(DEADLINE_S)
+    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
 
 
 def test_a_supervisor_that_is_killed_while_it_starts_is_a_worker_error(

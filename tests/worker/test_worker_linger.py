@@ -22,7 +22,7 @@ JOB: Final = """
 import sys
 import cachestream as cs
 from tests.worker.sources import Numbers
-worker = cs.start_worker(sys.argv[1], Numbers(100_000, pause_s=0.05), num_workers=1, linger_s=float(sys.argv[2]))
+worker = cs.start_worker(sys.argv[1], Numbers(100_000, pause_s=0.01), num_workers=1, linger_s=float(sys.argv[2]))
 print("there", flush=True)
 exec(sys.stdin.readline())
 """
@@ -47,14 +47,18 @@ def job(cache: Cache, linger_s: float) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_worker_goes_on_after_its_job_has_failed_and_is_found_by_the_next(cache: Cache) -> None:
+@pytest.mark.parametrize("end", ["killed", "raise OSError"])
+def test_a_worker_goes_on_after_its_job_has_died_and_is_found_by_the_next(cache: Cache, end: str) -> None:
     with job(cache, LONG_S) as process:
         pid = supervisor_pid(cache)
-        process.communicate("raise OSError\n", timeout=DEADLINE_S)
+        if end == "killed":
+            process.send_signal(signal.SIGKILL)
+        else:
+            process.communicate(f"{end}\n", timeout=DEADLINE_S)
         process.wait(DEADLINE_S)
     before = cache.num_samples
     wait_until(lambda: cache.num_samples > before, "it goes on sampling")
-    worker = cs.start_worker(cache, Numbers(100_000, pause_s=0.05), num_workers=1)
+    worker = cs.start_worker(cache, Numbers(100_000, pause_s=0.01), num_workers=1)
     try:
         assert worker.attached
         assert supervisor_pid(cache) == pid
@@ -78,21 +82,15 @@ def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) ->
     assert not [name for name in os.listdir(cache.directory.worker) if name.endswith(".attached")]
 
 
-def test_a_worker_whose_job_was_killed_goes_on_and_gives_way_to_one_that_wants_another_share(
-    cache: Cache,
-) -> None:
+def test_a_worker_that_waits_for_a_job_gives_way_to_one_that_wants_another_share(cache: Cache) -> None:
     with job(cache, LONG_S) as process:
-        pid = supervisor_pid(cache)
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE_S)
-    before = cache.num_samples
-    wait_until(lambda: cache.num_samples > before, "it goes on sampling")
-    assert (cache.has_worker(), supervisor_pid(cache)) == (True, pid)
-    worker = cs.start_worker(cache, Numbers(100_000, pause_s=0.05), num_workers=1, partition=(0, 2))
+    worker = cs.start_worker(cache, Numbers(100_000, pause_s=0.01), num_workers=1, partition=(0, 2))
     try:
         assert not worker.attached
         with pytest.raises(ConfigError, match="with the share 0/2, not all units"):
-            cs.start_worker(cache, Numbers(100_000, pause_s=0.05), num_workers=1)
+            cs.start_worker(cache, Numbers(100_000, pause_s=0.01), num_workers=1)
     finally:
         worker.stop(60)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import SequentialSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError
 from cachestream.worker.order import Partition
-from tests.worker.sources import Drawn, Numbers
+from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, fill, keys_in_order, keys_of, only_once, wait_until
 
 
@@ -56,18 +56,19 @@ def test_a_torch_sampler_may_repeat_units(cache: Cache) -> None:
 
 def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache) -> None:
     source = Numbers(120, pause_s=0.01)
-    worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=Drawn(120))
-    cache.wait(20, DEADLINE_S)
-    worker.stop(DEADLINE_S)
-    fill(cache, source, order=Drawn(120))
+    for _ in range(2):
+        worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=RandomSampler(range(120)))
+        cache.wait(cache.num_samples + 20, DEADLINE_S)
+        worker.stop(DEADLINE_S)
+    fill(cache, source, order=RandomSampler(range(120)))
     assert only_once(cache) == source.keys()
 
 
 def test_each_pass_of_a_sampler_is_drawn_anew_and_leaves_no_files(cache: Cache) -> None:
-    cache.size_limit = 1_000_000
-    source = Numbers(150, nbytes=10_000)
+    cache.size_limit = 2_000_000
+    source = Numbers(300, nbytes=10_000)
     with (
-        cs.start_worker(cache, source, num_workers=1, order=Drawn(150)) as worker,
+        cs.start_worker(cache, source, num_workers=1, order=RandomSampler(range(300))) as worker,
         cs.EpochLoader(cache, batch_size=10, min_samples=10) as loader,
     ):
         # A full cache rests until epochs have used what it holds.
@@ -87,9 +88,9 @@ def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache
 
 
 def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_twice(cache: Cache) -> None:
-    source = Numbers(100, pause_s=0.04)
+    source = Numbers(400, pause_s=0.004)
     with cs.start_worker(cache, source, num_workers=2, concurrency=1) as worker:
-        cache.wait(25, DEADLINE_S)
+        cache.wait(100, DEADLINE_S)
         Path(cache.directory.catalogue).unlink()
         assert worker.wait(DEADLINE_S)
         status = cache.status().worker
@@ -97,7 +98,7 @@ def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_tw
         assert status.restarts == 0, "to begin anew is no crash"
         assert only_once(cache) == source.keys()
         with cache.catalogue.reading() as tables:
-            assert {row.length for row in tables.passes()} == {100}
+            assert {row.length for row in tables.passes()} == {400}
 
 
 def test_a_catalogue_that_is_lost_before_anything_is_cached_costs_no_sample(cache: Cache) -> None:

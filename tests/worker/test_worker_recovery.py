@@ -321,7 +321,7 @@ def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
 ) -> None:
     switch = tmp_path / "units"
     bad = Path(f"{switch}.bad")
-    source = OnABadDisk(None, nbytes=20_000, pause_s=0.008, journal=str(switch))
+    source = OnABadDisk(None, nbytes=20_000, pause_s=0.002, journal=str(switch))
     with cs.start_worker(cache, source, num_workers=2, shard_size="60KB") as worker:
         cache.wait(10, DEADLINE_S)
         bad.touch()

@@ -55,7 +55,7 @@ struct list {
 
 PyDoc_STRVAR(decode_varints_doc,
 "decode_varints(packed: tuple[bytes, ...]) -> tuple[bytearray, bytearray]\n--\n\n"
-"Return the int64 values of packed lists of integers, one list after the other, and their int64 numbers.\n\n"
+"Return the int64 values of packed lists of integers, one list after the other, and how many each has, int64.\n\n"
 "Raises ValueError if an integer is cut off or longer than 10 bytes. Lets other threads run meanwhile.");
 
 static PyObject *decode_varints(PyObject *Py_UNUSED(module), PyObject *packed)

@@ -26,7 +26,7 @@ except ImportError:  # no compiler at the installation
 
 # The values of a bytes_list, a float_list or an int64_list, in order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
-# A feature of many records: the values of each, or None; as the rows of an array if each has equally many numbers.
+# A feature of many records: the values of each, or None; the rows of an array if each has equally many numbers.
 ByRecord = list[Feature | None] | npt.NDArray[Any]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
 Column = npt.NDArray[Any] | list[str] | list[bytes]
@@ -124,7 +124,7 @@ def _feature(feature: Any) -> Feature | None:
 
 
 def parse_examples(records: Iterable[bytes]) -> dict[str, ByRecord]:
-    """Return what `parse_example` returns for each of `records`, by the name of the feature, in a few calls for all.
+    """Return what `parse_example` returns for each of `records`, by feature, in a few calls for all of them.
 
     Raises ValueError if a record is no Example, or is written in an unusual way.
     """
@@ -274,7 +274,7 @@ class FeatureFields:
         return self._decode_images and looks_like_image(data)
 
     def columns(self, features: Mapping[str, ByRecord]) -> dict[str, Column] | None:
-        """Return the fields of many examples, of which `features` holds the values, with those that `sample` gives.
+        """Return the fields of many examples in columns, with the values that `sample` gives.
 
         None if the examples differ in shape, hold images, or cannot all be used.
         """

@@ -25,7 +25,7 @@ from cachestream.sources.peers.litdata import LitDataSource, leaf_names, parse_n
 from cachestream.testing.checks import check_source
 from cachestream.transport import object_limit
 from tests.sources.peers.samples import FOLDER, LITDATA_SAMPLES, edit_index, litdata_sample, picture
-from tests.sources.reading import check_reading, read, read_all
+from tests.sources.reading import read, read_all
 from tests.support.s3 import S3Server
 
 LITDATA: Final = FOLDER / "litdata"
@@ -179,8 +179,7 @@ def test_a_folder_of_such_folders_is_refused_and_the_one_that_is_meant_named(tmp
 )
 def test_a_litdata_source_keeps_the_protocol(name: str) -> None:
     folder = need(name)
-    check = check_reading if name == CHECKED[1] else check_source
-    check(lambda: LitDataSource(folder))
+    check_source(lambda: LitDataSource(folder))
 
 
 def test_a_litdata_source_over_s3_keeps_the_protocol_and_its_secrets(
@@ -190,7 +189,7 @@ def test_a_litdata_source_over_s3_keeps_the_protocol_and_its_secrets(
     options = s3_server.storage_options
     source = LitDataSource(f"s3://{s3_bucket.name}/train", storage_options=options, samples_per_visit=2)
     assert [key for key, _ in read_all(source)] == [key for key, _ in read_all(LitDataSource(LITDATA))]
-    check_reading(
+    check_source(
         lambda: LitDataSource(f"s3://{s3_bucket.name}/train", storage_options=options),
         secrets=[s3_server.key, s3_server.secret],
     )
