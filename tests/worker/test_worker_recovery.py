@@ -131,9 +131,9 @@ def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
 
 
 def test_a_pass_that_makes_no_sense_has_the_catalogue_rebuilt_by_the_worker(cache: Cache) -> None:
-    source = Numbers(100, pause_s=0.1)
+    source = Numbers(400, pause_s=0.01)
     with cs.start_worker(cache, source, num_workers=2) as worker:
-        cache.wait(10, DEADLINE_S)
+        cache.wait(40, DEADLINE_S)
         with cache.catalogue.transaction() as tables:
             tables.execute("UPDATE passes SET plan = replace(plan, 'shuffle', 'shuffld')")
         assert worker.wait(DEADLINE_S)

@@ -26,7 +26,7 @@ except ImportError:  # no compiler at the installation
 
 # The values of a bytes_list, a float_list or an int64_list, in order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
-# A feature of many records: the values of each, or None; the rows of an array if each has equally many numbers.
+# A feature of many records: the values of each, or None; the rows of an array where each has as many numbers.
 ByRecord = list[Feature | None] | npt.NDArray[Any]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
 Column = npt.NDArray[Any] | list[str] | list[bytes]
