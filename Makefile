@@ -24,16 +24,16 @@ PARTS_IN_C := cachestream/training/batches/_gather cachestream/sources/decode/_v
 MADE_FROM := pyproject.toml constraints.txt setup.py $(PARTS_IN_C:=.c) $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check compile docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
+.PHONY: help demo test e2e check compile docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, real images, no network
 	$(BIN)/cachestream demo $(DEMO_ARGS)
 
 # The checks take one core, so that another may compile meanwhile what pip has left to the first import.
-test: $(VENV)/.ready-dev  ## set up, then check and test everything
+test: $(VENV)/.ready-dev  ## set up, then check and test the library
 	@$(MAKE) --no-print-directory --jobs 2 check compile
 	@$(MAKE) --no-print-directory pytest
 
@@ -56,6 +56,11 @@ docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:80
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
 	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 $(PYTEST_ARGS)
+
+# Half the time of all tests goes into a twentieth of them: docs/decisions/0047.
+e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, which CI runs after `make test`
+	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 -m "e2e and not slow" $(PYTEST_ARGS) \
+	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)
 
 soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, and planted faults
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o faulthandler_timeout=7300 $(PYTEST_ARGS)

@@ -73,6 +73,7 @@ def test_the_script_of_a_page_keeps_line_numbers_and_leaves_out_what_is_marked()
     assert script_of(page.replace("<!-- not run: needs a GPU -->", "-")).splitlines()[6] == "b"
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=page_id)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
@@ -119,8 +120,8 @@ def test_every_command_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
-    named = {name for piece in code_of(page) for name in re.findall(r"\bmake ((?!PYTHON)[a-z-]+)", piece)}
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {name for piece in code_of(page) for name in re.findall(r"\bmake ((?!PYTHON)[a-z0-9-]+)", piece)}
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert named <= targets
 
 

@@ -218,6 +218,7 @@ def files_of_the_package(*suffixes: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found}
 
 
+@pytest.mark.e2e
 def test_the_source_distribution_holds_what_a_build_takes_and_nothing_that_one_has_made(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         paths = [member.name.split("/", 1)[1] for member in archive if member.isfile()]
@@ -286,6 +287,7 @@ def test_the_wheels_of_a_release_are_made_for_every_common_linux_and_both_kinds_
     assert 'requires-python = ">=3.10"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+@pytest.mark.e2e
 def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
     tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +306,7 @@ def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
     assert Path(where).is_relative_to(tmp_path)
 
 
+@pytest.mark.e2e
 def test_the_wheel_works_from_a_bare_environment(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """The one that a release publishes; dependencies are of this environment (its editable install of us is not)."""
     wheel: Path = request.getfixturevalue("repaired" if can_repair() else "wheel")

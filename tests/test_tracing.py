@@ -61,6 +61,7 @@ def halved(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.e2e
 def test_a_trace_shows_every_stage_of_all_processes_on_one_clock(tmp_path: Path, photos: Path) -> None:
     def later(sample: dict[str, Any]) -> dict[str, Any]:  # sent by value: processes need not load this module
         time.sleep(0.001)
@@ -115,6 +116,7 @@ def test_batches_that_threads_in_c_gather_are_shown_in_those_threads(tmp_path: P
     assert 1 <= sum(e["args"]["batches"] for e in gathered) <= 16
 
 
+@pytest.mark.e2e
 def test_the_trace_of_a_worker_whose_process_is_killed_is_valid(tmp_path: Path) -> None:
     path, source = tmp_path / "run.json", Numbers(600, pause_s=0.05)
     cache = cs.Cache(tmp_path / "cache", size_limit="50MB", min_free=0)
@@ -189,6 +191,7 @@ def test_threads_that_record_at_once_lose_nothing_and_a_trace_has_a_bound(
     assert "leaves out 3900 events" in caplog.text
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_a_command_is_traced_and_one_that_goes_on_alone_is_not(tmp_path: Path, photos: Path) -> None:
     path, cache = tmp_path / "fill.json", tmp_path / "cache"

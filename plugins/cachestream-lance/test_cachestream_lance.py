@@ -68,10 +68,12 @@ def test_rows_come_in_units_of_the_fragments(path: Path) -> None:
     assert rows.fields["vector"].shape == (100, 8)  # type: ignore[union-attr]
 
 
+@pytest.mark.e2e
 def test_the_source_keeps_what_workers_rely_on(path: Path) -> None:
     check_source(lambda: LanceSource(path, unit_rows=150))
 
 
+@pytest.mark.e2e
 def test_the_source_is_found_by_name_and_ending_and_fills_a_cache(path: Path, tmp_path: Path) -> None:
     assert isinstance(cs.open_source(f"{path}/"), LanceSource)
     source = cs.open_source(path, format="lance", columns=["id", "vector"])

@@ -20,6 +20,7 @@ TINY = {name: scaled(name, 0.02) for name in WORKLOADS}
 OURS = [entry for entry in ENTRIES if entry.kind == "ours"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", [pytest.param("A", marks=pytest.mark.slow), "B"])
 def test_our_loaders_deliver_every_sample_of_a_workload_in_every_epoch(name: str, tmp_path: Path) -> None:
     work = TINY[name]

@@ -144,6 +144,7 @@ def test_an_exchange_loses_nothing_and_doubles_nothing(
 # --- runs
 
 
+@pytest.mark.e2e
 @given(node_counts, st.integers(2, 5))
 def test_sharing_reads_the_data_set_once_and_filling_alone_once_for_each_node(
     nodes: int, replicas: int

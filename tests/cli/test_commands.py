@@ -54,6 +54,7 @@ def test_a_cache_is_filled_seen_checked_limited_evicted_and_cleared_by_commands(
     assert look(cache).fill_state == "none"
 
 
+@pytest.mark.e2e
 def test_a_bucket_is_read_with_options_for_its_driver_and_secrets_from_the_environment(
     images: Path, cache: Path, s3_server: S3Server, s3_bucket: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_source_and_a_transform_may_be_named_as_module_and_object(tmp_path: Pa
     assert look(cache).num_samples == 10
 
 
+@pytest.mark.e2e
 def test_images_are_resized_and_cropped_and_the_format_is_named_by_flags_called_as_in_python(
     images: Path, cache: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_failing_transform_ends_with_what_was_skipped_and_why(
     assert "ValueError: even!" in shown
 
 
+@pytest.mark.e2e
 def test_a_worker_whose_transform_left_nothing_says_so_and_ends_as_a_problem(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -212,6 +215,7 @@ def test_what_is_given_for_the_storage_driver_is_not_repeated_in_a_message(
         assert "canary" not in result.stderr
 
 
+@pytest.mark.e2e
 def test_the_environment_gives_options_and_arguments_win(
     images: Path, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +247,7 @@ def test_the_loader_is_measured_beside_memcpy(cache: Path, capfd: pytest.Capture
     assert "less than a batch of 1000" in refused(cli_here(capfd, "bench", cache, "--batch-size", 1000), 1)
 
 
+@pytest.mark.e2e
 def test_the_loader_is_measured_with_the_users_work_on_batches_and_shown_in_eighty_columns(
     cache: Path, tmp_path: Path
 ) -> None:
@@ -282,6 +287,7 @@ def test_every_command_explains_itself_and_the_version_is_shown(capfd: pytest.Ca
     assert "--install-completion" in listed
 
 
+@pytest.mark.e2e
 def test_a_run_is_planned_from_a_look_at_the_source(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +331,7 @@ def keys_in(path: Path) -> list[str]:
         return sorted(keys_of(cache))
 
 
+@pytest.mark.e2e
 def test_two_nodes_fetch_a_share_each(data: Path, tmp_path: Path) -> None:
     names = []
     for node in range(2):

@@ -41,6 +41,7 @@ from tests.worker.support import wait_until
 pytestmark = pytest.mark.usefixtures("forked")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
     images: Path, cache: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
@@ -149,6 +150,7 @@ def test_the_command_line_does_not_load_torch() -> None:
     assert done(run_code(code)) == "False\n"
 
 
+@pytest.mark.e2e
 def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_says_so(
     images: Path, cache: Path
 ) -> None:
@@ -172,6 +174,7 @@ def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.e2e
 def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one_line(cache: Path) -> None:
     fill(cache, 1, 8).close()
     assert done(in_a_shell(">&-", "status", cache, "--json")) == ""
@@ -179,6 +182,7 @@ def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one
     assert "No space left" in refused(in_a_shell(">/dev/full", "status", cache, "--json"), 1)
 
 
+@pytest.mark.e2e
 def test_a_detached_worker_outlives_its_command_until_it_is_stopped_also_without_standard_error(
     images: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +218,7 @@ def test_a_cache_that_is_somebody_elses_is_not_called_none(cache: Path) -> None:
     assert "holds no cache" not in shown
 
 
+@pytest.mark.e2e
 def test_a_path_that_is_no_title_is_plotted_into_the_file_that_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +237,7 @@ def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_p
     assert "k\\xe4\\u2603sh" in done(shown)
 
 
+@pytest.mark.e2e
 def test_folders_whose_names_are_not_utf8_are_read_and_filled_and_gone_on_with(
     images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

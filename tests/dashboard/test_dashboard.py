@@ -149,6 +149,7 @@ def column(document: Any, name: str) -> list[Any]:
     return list(source.data[name])
 
 
+@pytest.mark.e2e
 def test_the_page_and_the_metrics_say_what_the_status_says(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +220,7 @@ def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(t
             watch.close()
 
 
+@pytest.mark.e2e
 def test_nobody_reads_without_the_token(tmp_path: Path) -> None:
     fill(tmp_path / "cache", 1, 8).close()
     with serving(tmp_path / "cache", token="a secret+&") as url:
@@ -271,6 +273,7 @@ def test_the_url_of_an_ipv6_address_is_one_that_opens(tmp_path: Path) -> None:
         assert get(url)[0] == 200
 
 
+@pytest.mark.e2e
 def test_a_cache_whose_path_is_not_utf_8_is_shown_once(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9")
     fill(path, 1, 8).close()

@@ -94,6 +94,7 @@ def test_every_loader_of_a_process_has_metrics_of_its_own(status: CacheStatus) -
     assert [float(line.rpartition(" ")[2]) for line in samples] == [500, 7, 500]
 
 
+@pytest.mark.e2e
 def test_the_lengths_of_epochs_are_those_of_the_loader_that_trains(
     status: CacheStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def training_demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.e2e
 def test_the_demo_trains_on_a_cache_that_grows_evicts_and_keeps_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def processes_of(job: str) -> list[int]:
     return found
 
 
+@pytest.mark.e2e
 def test_the_script_for_slurm_goes_back_into_the_queue_and_on_from_its_checkpoint(
     images: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_the_example_for_lightning_goes_on_where_it_was(remote: Path, run: Run, 
     assert cached(tmp_path / "cache" / "train") == 128
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_for_accelerate_trains_two_processes(remote: Path, tmp_path: Path) -> None:
     options = (remote / "train", "cache", "--epochs", "3")
@@ -159,6 +160,7 @@ def test_the_example_for_the_trainer_has_equal_epochs_in_two_processes(
     assert cached(tmp_path / "cache" / "train") >= 64
 
 
+@pytest.mark.e2e
 def test_the_example_for_multiprocessing_spawn_trains_two_processes(
     remote: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_the_trials_of_a_sweep_read_each_sample_once_for_all(run: Run, tmp_path:
     assert all(cached(tmp_path / "sweep" / str(trial)) == 800 for trial in range(4))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_second_of_two_hosts_fills_its_cache_from_that_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "waves").mkdir()

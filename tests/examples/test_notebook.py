@@ -36,6 +36,7 @@ def test_the_notebook_is_kept_without_outputs_and_named_where_it_is_looked_for(b
     assert "`photographs.ipynb`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the packages' own
 def test_the_notebook_runs_and_its_epochs_grow(
     book: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

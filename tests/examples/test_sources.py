@@ -32,6 +32,7 @@ def percent(line: str) -> float:
     return float(found)
 
 
+@pytest.mark.e2e
 def test_the_example_of_parquet_tells_shapes_apart(tmp_path: Path) -> None:
     assert percent(last_line("parquet_table", tmp_path)) > 60  # by chance: 33
 
@@ -42,19 +43,23 @@ def test_the_example_of_tfrecords_hears_the_pitch(tmp_path: Path) -> None:
     assert error_hz < 150  # who always says the middle is 250 off
 
 
+@pytest.mark.e2e
 def test_the_example_of_a_manifest_tells_shapes_apart(tmp_path: Path) -> None:
     assert percent(last_line("manifest", tmp_path)) > 65  # by chance: 50
 
 
+@pytest.mark.e2e
 def test_the_example_of_a_mix_tells_waves_apart(tmp_path: Path) -> None:
     assert percent(last_line("dataset_and_function", tmp_path)) > 45  # by chance: 33
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="FFmpeg is not installed")
 def test_the_example_of_videos_tells_where_the_camera_turns(tmp_path: Path) -> None:
     assert percent(last_line("video_clips", tmp_path).partition(";")[0]) > 50  # by chance: 25
 
 
+@pytest.mark.e2e
 def test_the_example_of_a_cache_as_a_source_fills_the_second_host_from_the_first(tmp_path: Path) -> None:
     assert last_line("cache_source", tmp_path).endswith("in 500 samples")
     assert {path.name for path in tmp_path.iterdir()} == {"host-0", "host-1"}

@@ -12,6 +12,7 @@ from tests.support.forked import fork_script
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_selects_and_pads_less(tmp_path: Path) -> None:
     script = ROOT / "examples" / "token_budget.py"

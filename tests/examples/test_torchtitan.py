@@ -85,6 +85,7 @@ def test_torchtitan_trains_two_ranks_and_goes_on_at_the_exact_next_batch(folder:
     assert resumed == {step: loss for step, loss in losses.items() if step > 3}
 
 
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_the_example_refuses_ranks_that_need_the_same_batch(folder: Path) -> None:
     tensor_parallel = (

@@ -13,6 +13,7 @@ from tests.support.forked import fork_script
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_writes_a_trace_and_draws_it(tmp_path: Path) -> None:
     arguments = ("--seconds", "0.5", "--output", str(tmp_path / "trace.json"))

@@ -16,6 +16,7 @@ from tests.support.interpreters import QUICK
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_compares_weights_with_uniform_sampling_and_says_which_wins() -> None:
     done = fork_script(
@@ -51,6 +52,7 @@ def test_the_example_of_a_long_tail_compares_what_two_policies_keep() -> None:
     assert all(float(accuracy) > 30 and int(rare) > 0 for _, accuracy, rare in found)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -76,6 +78,7 @@ def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_p
     assert again.stdout.startswith("epoch 2: 270 samples")
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_draws_from_two_texts_what_was_planned() -> None:
     done = fork_script(

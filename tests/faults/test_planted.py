@@ -21,7 +21,16 @@ ALL_S: Final = 900
 
 def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     """Run `tests` over the package in `folder`, none of them twice, up to the first that fails."""
-    options = ("-qx", "--reruns=0", f"--timeout={ONE_TEST_S}", "-p", "no:cacheprovider", "--tb=short")
+    options = (
+        "-qx",
+        "-m",
+        "not slow",
+        "--reruns=0",
+        f"--timeout={ONE_TEST_S}",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+    )
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=folder,

@@ -134,6 +134,7 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(**settings | options)
 
 
+@pytest.mark.e2e
 def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def _then(first: Any, second: Any) -> Any:
     return both
 
 
+@pytest.mark.e2e
 def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, tmp_path: Path) -> None:
     cache = new_cache(3, 8)
     whole, rest = Model(), Model()

@@ -62,6 +62,7 @@ def grow(cache: Cache, *after: int) -> Callable[[int], None]:
     return at_epoch_end
 
 
+@pytest.mark.e2e
 def test_a_plain_fit_takes_the_whole_of_every_epoch_of_a_growing_cache(
     new_cache: NewCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
     assert [batch for epoch in rest.epochs for batch in epoch] == steps[done:]
 
 
+@pytest.mark.e2e
 def test_a_data_module_makes_its_loaders_where_training_runs_closes_them_and_goes_on(
     new_cache: NewCache, tmp_path: Path
 ) -> None:

@@ -335,6 +335,7 @@ def test_rows_far_apart_are_read_one_by_one(tmp_path: Path, fetched: list[int]) 
 # --- processes, threads, the protocol ----------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "name",
     [

@@ -106,6 +106,7 @@ def test_a_row_with_a_null_is_skipped_as_in_parquet(tmp_path: Path, rows: Any) -
         samples_of(open_source(tmp_path / "saved"))
 
 
+@pytest.mark.e2e
 def test_what_map_keeps_beside_is_no_data_and_splits_are_to_be_chosen(tmp_path: Path, rows: Any) -> None:
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(tmp_path / "all"))
     loaded = datasets.load_from_disk(str(tmp_path / "all"))["train"]

@@ -93,6 +93,7 @@ def original(tmp_path: Path) -> cs.Cache:
     return cache
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["ragged", "tuple", "bare", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_a_cache_of_a_cache_of_a_cache_holds_the_same_samples_and_keys(tmp_path: Path, kind: str) -> None:
     first = cs.Cache(tmp_path / "0", "100MB", min_free=0)
@@ -113,6 +114,7 @@ def test_a_cache_of_a_cache_of_a_cache_holds_the_same_samples_and_keys(tmp_path:
         check_source(lambda: cs.CacheSource(first.path))
 
 
+@pytest.mark.e2e
 def test_a_transform_gets_the_samples_as_arrays_that_it_may_change(tmp_path: Path) -> None:
     samples = [{"x": np.full(3, i, np.float32), "b": torch.tensor(i / 2).bfloat16()} for i in range(COUNT)]
     first = filled(tmp_path / "0", samples)
@@ -170,6 +172,7 @@ def test_a_shard_that_was_evicted_meanwhile_is_skipped_as_one_that_is_gone(
     assert sum(row.count for row in other.status().failures) == 1
 
 
+@pytest.mark.e2e
 def test_the_units_are_the_shards_at_the_opening_and_a_later_pass_brings_those_that_came(
     tmp_path: Path, original: cs.Cache
 ) -> None:
@@ -197,6 +200,7 @@ def test_nothing_is_locked_or_written_in_the_other_cache(tmp_path: Path, origina
 # --- S3 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_copy_in_a_bucket_is_a_source_as_well(
     tmp_path: Path, original: cs.Cache, s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:
@@ -216,6 +220,7 @@ def test_a_copy_in_a_bucket_is_a_source_as_well(
 # --- SFTP and web servers ----------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_cache_on_another_host_is_read_by_sftp(tmp_path: Path, original: cs.Cache) -> None:
     with run_sftp_server(tmp_path) as options:
         source = cs.CacheSource("sftp://127.0.0.1/original", storage_options=options)

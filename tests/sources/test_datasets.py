@@ -111,6 +111,7 @@ def values(source: cs.Source, name: str = "x") -> list[list[Any]]:
     return [[sample[name] for _, sample in samples_of(source, unit)] for unit in range(source.num_units or 0)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "kind",
     ["torch", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("webdataset", "hugging face"))],
@@ -179,6 +180,7 @@ def test_a_webdataset_that_does_not_split_by_worker_is_one_shard(tmp_path: Path)
     assert len(samples_of(source, 0)) == TARS * SAMPLES
 
 
+@pytest.mark.e2e
 def test_a_pipeline_of_stages_with_lambdas_goes_to_the_background(tmp_path: Path) -> None:
     stages = pipeline(write_tars(tmp_path)).map(lambda sample: {"y": 2 * sample["cls"]}).to_tuple("y")
     with cs.Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache:
@@ -227,6 +229,7 @@ def test_images_of_a_stream_have_the_shape_that_all_sources_give() -> None:
 # --- resuming, errors, what is refused
 
 
+@pytest.mark.e2e
 def test_a_stream_goes_on_after_a_stop_with_the_sample_after_the_last(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
 
@@ -303,6 +306,7 @@ def test_the_fingerprint_names_the_data_and_no_urls(tmp_path: Path) -> None:
     assert IterableSource(make).fingerprint != IterableSource(lambda *_: iter([1])).fingerprint
 
 
+@pytest.mark.e2e
 def test_tensors_of_a_stream_are_cached_as_they_are(tmp_path: Path) -> None:
     class Tensors(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:

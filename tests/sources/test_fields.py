@@ -69,6 +69,7 @@ def iterable(folder: Path) -> Any:
     return lambda shard, shards: iter(dataset(folder)[shard::shards])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("make", [files, tars, parquet, tfrecords, lines, dataset, iterable])
 def test_samples_that_lack_a_field_get_its_default_and_all_are_cached(tmp_path: Path, make: Any) -> None:
     (tmp_path / "data").mkdir()

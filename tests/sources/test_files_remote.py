@@ -119,6 +119,7 @@ def read_in_child(source: FileSource, results: Any) -> None:
     results.put([read_one(source, unit)[0] for unit in range(4)])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_children_open_connections_of_their_own(s3_server: S3Server, bucket: Path, method: str) -> None:
@@ -440,6 +441,7 @@ def test_a_large_object_overwritten_between_its_parts_comes_whole_from_one_versi
     assert read_one(source)[1]["data"] == other
 
 
+@pytest.mark.e2e
 def test_a_limit_of_the_bytes_a_request_may_ask_for_holds_for_every_request(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
 ) -> None:

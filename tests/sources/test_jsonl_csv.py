@@ -239,6 +239,7 @@ def test_a_folder_of_lines_is_read_by_line_but_not_one_of_images_with_a_table(tm
     assert open_source(tmp_path, format="lines").num_units == 3
 
 
+@pytest.mark.e2e
 def test_it_keeps_what_workers_rely_on_and_fills_a_cache(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"i": i, "score": i if i % 3 else i / 2} for i in range(200)])
     check_source(LinesSource(path))

@@ -162,6 +162,7 @@ def test_the_fingerprint_tells_sources_and_proportions_apart_but_not_scales() ->
     assert len({of((3, 1), (4, 2)), of((3, 2), (4, 1)), of((3, 1), (5, 2)), of((4, 2), (3, 1))}) == 4
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("endless", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_mix_keeps_the_protocol(endless: bool) -> None:
     def made() -> cs.Source:

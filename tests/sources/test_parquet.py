@@ -270,6 +270,7 @@ def test_only_the_chosen_columns_are_fetched(tmp_path: Path, fetched: list[int])
     assert sum(fetched) > 500 * 2000
 
 
+@pytest.mark.e2e
 def test_a_large_row_group_comes_in_pieces_and_batches(
     tmp_path: Path, fetched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +341,7 @@ def test_files_are_chosen_by_their_ending_and_rows_numbered_within_each(tmp_path
     assert read_all(copy) == read_all(source)
 
 
+@pytest.mark.e2e
 def test_a_parquet_source_keeps_the_protocol(tmp_path: Path) -> None:
     pq.write_table(wide_table(60), tmp_path / "a.parquet", row_group_size=20)
     rows: list[dict[str, Any] | None] = [{"bytes": png(i), "path": None} for i in range(9)]

@@ -71,6 +71,7 @@ def file_of(key: str) -> str:
     return key.partition("#")[0]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["tars", "tfrecords", "tables"])
 def test_a_cache_of_a_quarter_holds_something_of_every_file(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -87,6 +88,7 @@ def test_a_cache_of_a_quarter_holds_something_of_every_file(
     assert max(found.values()) < SAMPLES  # parts, or a quarter could not hold all
 
 
+@pytest.mark.e2e
 def test_a_large_cache_reads_whole_tars(tars: Path, tmp_path: Path) -> None:
     with (
         cs.Cache(tmp_path / "cache", size_limit="200MB") as cache,
@@ -98,6 +100,7 @@ def test_a_large_cache_reads_whole_tars(tars: Path, tmp_path: Path) -> None:
     assert status.num_samples == FILES * SAMPLES
 
 
+@pytest.mark.e2e
 def test_parts_are_kept_when_the_limit_is_raised(tars: Path, tmp_path: Path) -> None:
     """The units of a pass that goes on are those that it began with: nothing is fetched twice."""
     with cs.Cache(tmp_path / "cache", size_limit="6MB", min_free=0) as cache:
@@ -115,6 +118,7 @@ def test_parts_are_kept_when_the_limit_is_raised(tars: Path, tmp_path: Path) -> 
     assert len(keys) == len(set(keys)) == FILES * SAMPLES
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["tars", "tfrecords", "tables"])
 def test_a_divided_source_gives_every_sample_once(kind: str, request: pytest.FixtureRequest) -> None:
     whole: Any = cs.open_source(str(request.getfixturevalue(kind)))

@@ -91,6 +91,7 @@ def test_what_webdataset_writes_is_read_as_webdataset_reads_it(
             assert sample[name].dtype == array.dtype
 
 
+@pytest.mark.e2e
 @given(st.from_regex(re.compile(r"[a-c./_#-]{1,12}"), fullmatch=True))
 def test_names_are_split_as_webdataset_splits_them_but_for_hidden_files(name: str) -> None:
     theirs = base_plus_ext(name)

@@ -183,6 +183,7 @@ def test_wrong_credentials_fail_the_source_without_a_storm(
     assert s3_proxy.requests == 1
 
 
+@pytest.mark.e2e
 def test_reads_that_are_given_up_leave_no_request_behind(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -307,6 +308,7 @@ def test_a_tar_that_is_not_there_is_a_sample_error(web: str, tmp_path: Path) -> 
 # --- through a worker --------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("samples_per_visit", [pytest.param(None, marks=pytest.mark.slow), 40])
 def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_lost(
     tmp_path: Path, samples_per_visit: int | None

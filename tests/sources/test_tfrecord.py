@@ -378,6 +378,7 @@ def test_the_ending_chooses_tfrecords(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.e2e
 def test_a_tfrecord_source_keeps_the_protocol(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path / f"{number}.tfrecord", 6, first=6 * number)

@@ -90,6 +90,7 @@ def test_our_sources_keep_the_protocol(
     check_source(made_by(tmp_path))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", [pytest.param(cs.FileSource, marks=pytest.mark.slow), cs.TarSource])
 def test_sources_over_s3_keep_the_protocol_and_their_secrets(
     kind: Any, s3_server: S3Server, s3_bucket: Path
@@ -257,6 +258,7 @@ def test_a_good_source_of_the_users_own_passes_and_so_does_each_check_alone() ->
         check(SourceChecks(Good))
 
 
+@pytest.mark.e2e
 def test_all_checks_are_made_and_the_first_promise_that_is_broken_is_told() -> None:
     with pytest.raises(AssertionError, match="fingerprint must be a text"):
         check_source(Nameless)
@@ -264,6 +266,7 @@ def test_all_checks_are_made_and_the_first_promise_that_is_broken_is_told() -> N
         check_source(Changing)  # which the last one finds
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

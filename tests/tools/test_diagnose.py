@@ -490,6 +490,7 @@ def test_a_source_that_cannot_be_opened_ends_the_command_with_one_clear_line(
     assert "hunter2" not in result.stderr
 
 
+@pytest.mark.e2e
 def test_ctrl_c_leaves_nothing_behind(mine: Path) -> None:
     folder = mine / "folder"
     folder.mkdir()

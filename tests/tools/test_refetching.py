@@ -65,6 +65,7 @@ def digests(cache: cs.Cache) -> set[str]:
     return {hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(cache.path, "shards").iterdir()}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("order", "transform"),
     [("shuffle", halve), ("shuffle", noisy), ("sequential", None), ("a sampler", halve)],
@@ -126,6 +127,7 @@ def iter_again(order: Any) -> Any:
     return Drawn(order) if isinstance(order, list) else order
 
 
+@pytest.mark.e2e
 def test_an_empty_directory_becomes_a_cache_to_replay_from(tmp_path: Path) -> None:
     with filled(tmp_path / "cache", SOURCE, seed=3) as cache:
         batches = trained(cache, record=tmp_path / "run")
@@ -140,6 +142,7 @@ def test_an_empty_directory_becomes_a_cache_to_replay_from(tmp_path: Path) -> No
         assert other.num_samples == len(SOURCE.keys())
 
 
+@pytest.mark.e2e
 def test_a_worker_goes_on_after_a_refetch_and_has_every_sample_once(tmp_path: Path) -> None:
     """Evicted, fetched again by a second pass, and some of it brought back: nothing is there twice."""
     with filled(tmp_path / "cache", SOURCE) as cache:
@@ -173,6 +176,7 @@ def test_what_comes_back_different_stays_out_and_is_told(tmp_path: Path) -> None
                 refetch(tmp_path / "run", cache, wrong)
 
 
+@pytest.mark.e2e
 def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Path) -> None:
     big = Named(units=60, samples=5, nbytes=10_000)
     with filled(tmp_path / "cache", big, shard_size="100KB") as cache:

@@ -104,6 +104,7 @@ def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on
                 assert len(loader) >= 1
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_of_a_cache_that_was_cleared_since_waits_for_the_worker(cache: Cache) -> None:
     samples = [{"x": number} for number in range(40)]
     with cs.start_worker(cache, samples, num_workers=1) as worker:
@@ -145,6 +146,7 @@ def warned_of(cache: Cache, caplog: pytest.LogCaptureFixture, words: str) -> boo
     )
 
 
+@pytest.mark.e2e
 def test_a_web_server_that_accepts_and_says_nothing_is_told_of_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, early_warnings: None
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_web_server_that_accepts_and_says_nothing_is_told_of_at_once(
             assert waiting.exception(DEADLINE_S) is not None
 
 
+@pytest.mark.e2e
 def test_a_remote_that_is_silent_while_it_is_listed_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_remote_that_is_silent_while_it_is_listed_is_told_of(
     assert warned_of(cache, caplog, "opening the source has taken 0.1 s")
 
 
+@pytest.mark.e2e
 def test_a_transform_that_drops_everything_is_told_of_while_the_pass_goes_on(
     cache: Cache, caplog: pytest.LogCaptureFixture, early_warnings: None
 ) -> None:

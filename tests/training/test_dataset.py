@@ -38,6 +38,7 @@ def check_batches(loader: DataLoader[Any], expected: list[int]) -> None:
     assert sorted(seen) == sorted(expected)
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
 @pytest.mark.parametrize(("workers", "start"), [(0, None), (1, "fork"), (2, "fork"), (1, "spawn")])
 def test_a_dataloader_delivers_every_sample_once_with_any_workers_collate_and_sampler(

@@ -82,6 +82,7 @@ def check_matrix(epochs: int, out: Path, sizes: tuple[int, ...]) -> None:
                 check_epoch(epoch, case, 33 if number <= epochs // 3 else 44)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("method", "sizes"),
     [

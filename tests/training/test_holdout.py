@@ -114,6 +114,7 @@ def test_every_sample_is_in_one_split_and_in_the_same_in_every_run(filled: Cache
         assert sorted(numbers(both)) == list(range(COUNT))
 
 
+@pytest.mark.e2e
 def test_ordinary_torch_tools_see_one_split(filled: Cache) -> None:
     with filled.snapshot(split="held-out", holdout=SHARE) as dataset:
         assert len(dataset) == len(HELD)
@@ -177,6 +178,7 @@ def test_an_epoch_is_replayed_and_its_shards_come_back(held_out: Cache, tmp_path
             assert numbers(loader) == recorded
 
 
+@pytest.mark.e2e
 def test_what_is_held_out_stays_while_all_else_is_replaced(tmp_path: Path) -> None:
     source = Numbered(size=20_000)  # 12 MB
     with Cache(tmp_path / "cache", size_limit="6MB", min_free=0) as cache:
@@ -205,6 +207,7 @@ def test_what_is_held_out_stays_while_all_else_is_replaced(tmp_path: Path) -> No
         assert cache.num_shards == 0
 
 
+@pytest.mark.e2e
 def test_more_than_half_of_the_limit_is_not_held_out(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", size_limit="4MB", min_free=0) as cache:
         with cs.start_worker(cache, Numbered(size=20_000), num_workers=1, holdout=0.6, shard_size="200kB"):
@@ -215,6 +218,7 @@ def test_more_than_half_of_the_limit_is_not_held_out(tmp_path: Path) -> None:
             assert tables.held_out()[1] < 3_000_000
 
 
+@pytest.mark.e2e
 def test_of_an_endless_source_as_large_a_part_is_held_out(tmp_path: Path) -> None:
     def draw(rng: np.random.Generator) -> dict[str, Any]:
         return {"x": rng.integers(0, 255, 20_000, np.uint8)}
@@ -230,6 +234,7 @@ def test_of_an_endless_source_as_large_a_part_is_held_out(tmp_path: Path) -> Non
             assert 500_000 < tables.held_out()[1] < 1_500_000
 
 
+@pytest.mark.e2e
 def test_a_loader_that_asks_midway_and_processes_that_are_killed_lose_and_double_nothing(
     cache: Cache, tmp_path: Path
 ) -> None:
@@ -355,6 +360,7 @@ def test_a_split_without_samples_says_so(cache: Cache) -> None:
         next(iter(loader))
 
 
+@pytest.mark.e2e
 def test_samples_that_come_in_columns_are_split_too(cache: Cache, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").table({"n": np.arange(5000)})
@@ -393,6 +399,7 @@ def test_ranks_share_the_samples_of_a_split(new_cache: NewCache, new_job: NewJob
         assert not held_out & {n for result in results for epoch in result for n in epoch}
 
 
+@pytest.mark.e2e
 def test_a_stream_trains_without_what_it_holds_out(tmp_path: Path) -> None:
     samples = [{"n": number} for number in range(COUNT)]
     with cs.stream(

@@ -190,6 +190,7 @@ def check_epochs(lives: list[Log], disjoint: bool = True) -> None:
         assert not disjoint or max(drawn.values()) == 1
 
 
+@pytest.mark.e2e
 def test_the_caches_of_two_nodes_hold_disjoint_shares_and_their_ranks_train_equal_epochs(
     tmp_path: Path,
 ) -> None:

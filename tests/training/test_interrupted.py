@@ -165,6 +165,7 @@ with Cache(sys.argv[1]) as cache, EpochLoader(cache, 4, timeout_s=2.0, batch_tra
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "samples",
     [

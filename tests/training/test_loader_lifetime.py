@@ -253,6 +253,7 @@ print("left", flush=True)
 """  # a process that is forked ends as the one that forked it: with all that an interpreter does at its end
 
 
+@pytest.mark.e2e
 def test_the_interpreter_ends_in_the_midst_of_an_epoch(new_cache: NewCache, tmp_path: Path) -> None:
     cache = new_cache(4, 100)
     done = subprocess.run(
@@ -280,6 +281,7 @@ def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
         assert len(numbers(loader)) == 16
 
 
+@pytest.mark.e2e
 def test_a_limit_that_is_lowered_while_training_is_reached_as_epochs_end(new_cache: NewCache) -> None:
     """Each epoch is prepared while the previous one leases its shards: together they could lease all shards
     for ever.

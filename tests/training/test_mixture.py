@@ -76,6 +76,7 @@ def weights_by_step(draw: st.DrawFn) -> Floats:
     return np.array(draw(st.lists(row, min_size=steps, max_size=steps)))
 
 
+@pytest.mark.e2e
 @settings(max_examples=300)
 @given(weights_by_step(), st.integers(1, 12), st.integers(0, 400))
 def test_after_every_batch_each_source_is_within_the_bound_of_its_share(

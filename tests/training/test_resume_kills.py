@@ -92,6 +92,7 @@ def check_changing(new_cache: NewCache, out: Path, kills: int) -> None:
         assert keys == replayed(cache, out / "run" / f"epoch-{epoch:06d}.json")
 
 
+@pytest.mark.e2e
 def test_eight_kills_change_no_batch_of_any_epoch(new_cache: NewCache, tmp_path: Path) -> None:
     check_alone(new_cache, tmp_path, 8)
 

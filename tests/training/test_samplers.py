@@ -360,6 +360,7 @@ def test_epoch_size_ends_what_a_sampler_does_not(
             assert [len(batch["number"]) for batch in loader] == sizes
 
 
+@pytest.mark.e2e
 def test_a_sampler_that_does_not_end_is_refused_without_epoch_size(new_cache: NewCache) -> None:
     cache = new_cache(2, 16)
     for make in (endless, lambda dataset: batched(endless(dataset), 8)):

@@ -378,6 +378,7 @@ def test_a_condition_that_selects_nothing_says_how_many_there_are(new_cache: New
         list(loader)
 
 
+@pytest.mark.e2e
 def test_samples_come_while_a_worker_fills(tmp_path: Any) -> None:
     with Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache:
         source = [{"number": n} for n in range(3000)]

@@ -62,6 +62,7 @@ def epochs_of(found: dict[str, Any]) -> list[list[list[int]]]:
     return [found["first"], found["begun"] + found["again"]]
 
 
+@pytest.mark.e2e
 def test_ranks_select_and_pack_by_tokens_in_equal_steps_and_go_on_from_one_state(
     new_cache: NewCache, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def epochs_until_all_is_seen(cache: cs.Cache, trainers: int = 1) -> tuple[int, i
     raise AssertionError(f"{len(seen)} of {REMOTE} samples in {3 * most} epochs")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "policy",
     [
@@ -95,12 +96,14 @@ def test_every_policy_shows_all_of_the_remote_and_fetches_nothing_for_nothing(
         assert cache.status().evicted_unused_samples == 0
 
 
+@pytest.mark.e2e
 def test_two_trainers_of_one_cache_see_all_of_the_remote_together(cache: cs.Cache) -> None:
     epochs, most = epochs_until_all_is_seen(cache, trainers=2)
     assert epochs <= most
     assert cache.status().evicted_unused_samples == 0
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_a_trainer_that_was_killed_holds_up_nobody(cache: cs.Cache) -> None:
     with cs.start_worker(cache, SOURCE, num_workers=1):

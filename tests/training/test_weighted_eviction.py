@@ -45,6 +45,7 @@ def share_kept(path: Path, eviction: str) -> float:
         return len(cached_units(cache) & set(HEAVY)) / len(HEAVY)
 
 
+@pytest.mark.e2e
 def test_the_heaviest_of_a_larger_remote_stay_and_the_rest_turns_over(tmp_path: Path) -> None:
     assert share_kept(tmp_path / "by weight", "least-weight") > 0.9
     assert share_kept(tmp_path / "by use", "lru") < 0.7

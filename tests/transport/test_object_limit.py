@@ -124,6 +124,7 @@ FILES: Final[dict[str, tuple[str, Callable[[Path], None]]]] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_above_the_limit_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
     name, make = FILES[kind]
@@ -135,6 +136,7 @@ def test_a_file_above_the_limit_is_refused_in_little_memory(tmp_path: Path, kind
     assert growth < MOST_GROWTH
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["endless", "bomb"])
 def test_a_body_on_the_web_that_grows_above_the_limit_is_read_no_further(
     unruly_server: UnrulyServer, kind: str
@@ -144,12 +146,14 @@ def test_a_body_on_the_web_that_grows_above_the_limit_is_read_no_further(
     assert growth < MOST_GROWTH
 
 
+@pytest.mark.e2e
 def test_an_object_of_s3_above_the_limit_is_not_asked_for(s3_server: S3Server, s3_bucket: Path) -> None:
     (s3_bucket / "a.bin").write_bytes(bytes(2 * LIMIT_BYTES))  # the server reads it whole for its ETag
     message, _ = read_elsewhere(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
     assert "a.bin: more than 20 MB in one object" in message
 
 
+@pytest.mark.e2e
 def test_a_file_of_a_driver_that_is_not_asynchronous_is_limited(tmp_path: Path) -> None:
     with (
         zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
@@ -161,6 +165,7 @@ def test_a_file_of_a_driver_that_is_not_asynchronous_is_limited(tmp_path: Path) 
     assert growth < MOST_GROWTH
 
 
+@pytest.mark.e2e
 def test_a_worker_skips_what_is_above_the_limit_of_its_cache_and_says_what_to_raise(
     tmp_path: Path, unruly_server: UnrulyServer
 ) -> None:

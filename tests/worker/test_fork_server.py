@@ -118,6 +118,7 @@ def test_a_fork_server_that_the_system_refuses_a_process_is_gone(tmp_path: Path)
     assert run(tmp_path, body) == ["None"]
 
 
+@pytest.mark.e2e
 def test_a_worker_goes_on_when_its_fork_server_is_killed(cache: Cache, processes: Processes) -> None:
     source = Numbers(150, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=2) as worker:
@@ -137,6 +138,7 @@ def test_what_cannot_be_opened_leaves_no_process(cache: Cache, processes: Proces
     processes.wait_until_gone()
 
 
+@pytest.mark.e2e
 def test_a_fork_server_has_the_driver_of_the_source_and_the_supervisor_has_not(
     cache: Cache, processes: Processes, s3_server: S3Server, s3_bucket: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_job_without_buffers_is_as_before() -> None:
     assert unpack(job.payload).source == [1]
 
 
+@pytest.mark.e2e
 def test_a_sampling_process_maps_the_names_of_a_manifest(tmp_path: Path) -> None:
     """In a process of its own: its memory that is not shared grows by less than the names take."""
     listed = tmp_path / "list.txt"

@@ -135,6 +135,7 @@ def template(fast_path: Path) -> Path:
         return path
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("what", ["list", pytest.param("walk", marks=pytest.mark.slow), "keep"])
 def test_a_process_that_is_killed_at_any_step_leaves_names_that_are_whole(
     template: Path, fast_path: Path, what: str
@@ -160,6 +161,7 @@ def refused(number: int) -> Callable[[str], None]:
     return fail
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("number", "for_ever"),
     [

@@ -68,6 +68,7 @@ def on(server: FTPServer, tree: str) -> FileSource:
     )
 
 
+@pytest.mark.e2e
 def test_files_of_the_first_folders_are_cached_while_the_others_are_not_listed_yet(
     cache: Cache, server: FTPServer, tree: str
 ) -> None:
@@ -97,6 +98,7 @@ def test_files_of_the_first_folders_are_cached_while_the_others_are_not_listed_y
         assert PASSWORD.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.e2e
 def test_after_a_kill_in_mid_listing_no_folder_is_listed_again_but_the_last_one(
     cache: Cache, processes: Processes, server: FTPServer, tree: str
 ) -> None:
@@ -122,6 +124,7 @@ def test_after_a_kill_in_mid_listing_no_folder_is_listed_again_but_the_last_one(
     assert only_once(cache) == keys
 
 
+@pytest.mark.e2e
 def test_a_connection_that_ends_in_mid_listing_is_taken_up_again(
     cache: Cache, server: FTPServer, tree: str
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_lister_shows_life_while_a_driver_that_is_not_asynchronous_waits_for_a
         cache.recover()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("order", ["shuffle", "sequential"])
 def test_a_local_tree_is_cached_once_whenever_its_worker_is_killed(
     cache: Cache, processes: Processes, tmp_path: Path, order: str

@@ -101,6 +101,7 @@ def lister_pids(processes: Processes) -> list[int]:
     return processes.called("cs-lister")
 
 
+@pytest.mark.e2e
 def test_samples_are_cached_while_the_listing_still_runs_and_the_next_pass_is_over_all_units(
     cache: Cache, remote: Remote, processes: Processes
 ) -> None:
@@ -141,6 +142,7 @@ def test_samples_are_cached_while_the_listing_still_runs_and_the_next_pass_is_ov
     assert (second.num_units, second.listing, second.segments) == (len(keys), first.listing, ())
 
 
+@pytest.mark.e2e
 def test_after_kills_in_mid_listing_and_after_it_nothing_is_listed_again_and_no_object_comes_twice(
     cache: Cache, remote: Remote, processes: Processes
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
     assert only_once(cache) == keys
 
 
+@pytest.mark.e2e
 def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
     cache: Cache, remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,6 +374,7 @@ def test_labelled_images_are_cached_after_one_page_and_those_of_a_deeper_folder_
     assert labels_in(cache) == {**dict.fromkeys(names, 0), "b/1.jpg": 1}
 
 
+@pytest.mark.e2e
 def test_what_needs_all_units_lists_them_before(cache: Cache, remote: Remote) -> None:
     keys = put(remote.folder, names_in(450))
     source = remote.open()

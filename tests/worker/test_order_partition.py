@@ -174,6 +174,7 @@ def test_progress_goes_on_over_passes_in_a_hundred_steps() -> None:
     assert first.tolist() != second.tolist()
 
 
+@pytest.mark.e2e
 def test_units_are_drawn_in_proportion_to_their_weights_and_without_replacement() -> None:
     weights = np.array([1.0, 2.0, 3.0, 4.0])
     runs = 4000

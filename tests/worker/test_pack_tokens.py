@@ -48,6 +48,7 @@ def write_texts(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.e2e
 def test_kills_within_units_cost_no_window_and_bring_none_twice(cache: Cache) -> None:
     source, killed = Documents(units=60, samples=9, pause_s=0.1), 0
     wanted = expected(Documents(units=60, samples=9))
@@ -75,6 +76,7 @@ def test_what_is_left_over_is_counted(cache: Cache) -> None:
     assert totals.failures == 0
 
 
+@pytest.mark.e2e
 def test_a_worker_goes_on_where_the_one_before_was_stopped_and_in_no_other_packing(cache: Cache) -> None:
     wanted = expected(Documents(units=60, samples=9))
     source = Documents(units=60, samples=9, pause_s=0.06)
@@ -108,6 +110,7 @@ def test_text_is_packed_from_files_of_each_kind(cache: Cache, tmp_path: Path, ki
     assert sorted(b"".join(map(bytes, found.values())).replace(b"\0", b"")) == sorted("".join(texts).encode())
 
 
+@pytest.mark.e2e
 def test_a_listing_that_goes_on_is_packed_to_its_end(cache: Cache, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     for number in range(120):

@@ -47,6 +47,7 @@ def test_what_has_no_code_to_see_is_not_judged() -> None:
     assert transform_fingerprint(dict) == ""
 
 
+@pytest.mark.e2e
 def test_a_changed_transform_is_warned_of_once_where_it_attaches_or_samples_of_the_other_are_cached(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:

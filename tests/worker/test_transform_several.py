@@ -43,6 +43,7 @@ def in_list_or_not(sample: dict[str, Any]) -> Any:
     return list(pieces(sample)) if sample["x"][1] % 2 else pieces(sample)
 
 
+@pytest.mark.e2e
 def test_each_piece_is_cached_once_under_a_key_of_its_own(cache: Cache) -> None:
     source = Numbers(units=40, samples=3)
     with cs.start_worker(cache, source, num_workers=2, transform=in_list_or_not) as worker:
@@ -58,6 +59,7 @@ def test_each_piece_is_cached_once_under_a_key_of_its_own(cache: Cache) -> None:
             assert np.array_equal(data, content(whole, source.nbytes)[start : start + 100])
 
 
+@pytest.mark.e2e
 def test_kills_cost_no_piece_and_bring_none_twice(cache: Cache) -> None:
     source, killed = Numbers(units=75, samples=4, pause_s=0.1), 0
     with cs.start_worker(

@@ -68,6 +68,7 @@ def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) ->
     assert status.fill_message.startswith("11 skipped, most often: ")
 
 
+@pytest.mark.e2e
 def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None:
     source = Faulty(100, faults=FAULTS)
     fill(cache, source, num_workers=2, hang_timeout_s=2.0)
@@ -87,6 +88,7 @@ def test_samples_of_another_kind_are_skipped_and_shapes_that_differ_are_kept(cac
     assert str(cache.schema) == "{name: str, rows: float32[?, ?]}"
 
 
+@pytest.mark.e2e
 def test_a_worker_whose_shards_are_taken_away_says_what_is_wrong(cache: Cache) -> None:
     away = f"{cache.directory.shards}-away"
     with cs.start_worker(cache, Numbers(None, pause_s=0.05), num_workers=1) as worker:
@@ -103,6 +105,7 @@ def test_a_worker_whose_shards_are_taken_away_says_what_is_wrong(cache: Cache) -
     cache.recover()
 
 
+@pytest.mark.e2e
 def test_an_eviction_policy_that_fails_is_named_and_what_was_read_is_not_blamed(tmp_path: Path) -> None:
     def undecided(_rows: object) -> list[int]:
         raise ValueError("which one?")
@@ -142,6 +145,7 @@ def test_a_crash_loop_ends_with_the_traceback(cache: Cache) -> None:
     assert cache.fill_state() == "failed"
 
 
+@pytest.mark.e2e
 def test_a_transform_that_always_kills_its_process_opens_the_breaker(cache: Cache) -> None:
     with (
         cs.start_worker(
@@ -189,6 +193,7 @@ def test_a_process_that_is_stopped_while_the_catalogue_is_locked_is_replaced(cac
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_a_remote_that_refuses_everything_ends_the_worker_with_one_clear_error(
     tmp_path: Path, cache: Cache
 ) -> None:
@@ -221,6 +226,7 @@ def test_a_few_units_that_are_all_refused_end_the_worker_too(tmp_path: Path, cac
 LATIN = os.fsdecode(b"\xe9t\xe9.jpg")  # a file's name that is not UTF-8
 
 
+@pytest.mark.e2e
 def test_an_outage_is_waited_out_and_costs_nothing(tmp_path: Path, cache: Cache) -> None:
     class Away(Switched):
         """Numbers whose remote is away at a path that is not UTF-8, while the file at `switch` says so."""
@@ -253,6 +259,7 @@ def test_an_outage_is_waited_out_and_costs_nothing(tmp_path: Path, cache: Cache)
     assert cache.status().remote_message == ""
 
 
+@pytest.mark.e2e
 def test_a_stop_during_an_outage_gives_nothing_up(tmp_path: Path, cache: Cache) -> None:
     switch = tmp_path / "switch"
     switch.write_text("away", encoding="utf-8")

@@ -121,6 +121,7 @@ def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Pat
         check_that_it_goes_on(cache, small_disk, worker)
 
 
+@pytest.mark.e2e
 def test_a_worker_is_stopped_in_time_while_the_disk_is_full(
     cache: Cache, small_disk: Path, processes: Processes
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_worker_is_stopped_in_time_while_the_disk_is_full(
     assert not left_files(cache)
 
 
+@pytest.mark.e2e
 def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does(
     cache: Cache, small_disk: Path
 ) -> None:

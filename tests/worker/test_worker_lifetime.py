@@ -63,6 +63,7 @@ print(cache.num_samples)
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["class", "lambda", pytest.param("closure", marks=pytest.mark.slow)])
 def test_a_script_without_a_main_guard_starts_a_worker_with_its_own_functions(
     tmp_path: Path, processes: Processes, kind: str
@@ -98,6 +99,7 @@ def test_an_interactive_session_starts_a_worker_with_functions_typed_there(
     processes.wait_until_gone()
 
 
+@pytest.mark.e2e
 def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_last_is_gone(
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
@@ -124,6 +126,7 @@ def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_las
     assert not cache.has_worker()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -163,6 +166,7 @@ def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
     assert cache.fill_state() == "stopped"
 
 
+@pytest.mark.e2e
 def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
@@ -221,6 +225,7 @@ def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Ca
     assert len(units) <= 200 + 3 * 2 * 8
 
 
+@pytest.mark.e2e
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
     cache: Cache, processes: Processes
 ) -> None:

@@ -47,6 +47,7 @@ def job(cache: Cache, linger_s: float) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("end", ["killed", "raise OSError"])
 def test_a_worker_goes_on_after_its_job_has_died_and_is_found_by_the_next(cache: Cache, end: str) -> None:
     with job(cache, LONG_S) as process:
@@ -67,6 +68,7 @@ def test_a_worker_goes_on_after_its_job_has_died_and_is_found_by_the_next(cache:
     assert not cache.has_worker()
 
 
+@pytest.mark.e2e
 def test_a_worker_ends_at_once_with_a_job_that_ends_in_order(cache: Cache) -> None:
     with job(cache, LONG_S) as process:
         process.communicate("pass\n", timeout=DEADLINE_S)
@@ -82,6 +84,7 @@ def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) ->
     assert not [name for name in os.listdir(cache.directory.worker) if name.endswith(".attached")]
 
 
+@pytest.mark.e2e
 def test_a_worker_that_waits_for_a_job_gives_way_to_one_that_wants_another_share(cache: Cache) -> None:
     with job(cache, LONG_S) as process:
         process.send_signal(signal.SIGKILL)

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -95,6 +96,7 @@ def rule(cache: Cache) -> str:
     return "" if row is None else PassPlan.from_json(row.plan).rule
 
 
+@pytest.mark.e2e
 def test_a_worker_fetches_more_of_what_is_drawn_and_all_of_it_once_through_a_kill(cache: Cache) -> None:
     cache.size_limit = "4MB"  # to be raised: so the worker waits for the loader
     mixed = cs.mix({name: (Numbers(200, nbytes=20_000, name=name), 1) for name in "ab"})
@@ -118,6 +120,7 @@ def test_a_worker_fetches_more_of_what_is_drawn_and_all_of_it_once_through_a_kil
     assert abs(Counter(found[start : start + 100])["b"] - 90) <= 2
 
 
+@pytest.mark.e2e
 def test_an_order_of_the_users_own_stays(cache: Cache) -> None:
     cache.size_limit = "4MB"
     mixed = cs.mix({name: (Numbers(200, nbytes=20_000, name=name), 1) for name in "ab"})

@@ -43,6 +43,7 @@ def best_rate(sent: Sequence[tuple[float, int]], stretch_s: float) -> float:
     return float((before[until] - before[:-1]).max() / stretch_s)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("count", "nbytes"),
     [
@@ -77,6 +78,7 @@ def test_bytes_fetched_in_an_event_loop_or_a_thread_pool_are_those_of_the_unit(
     assert status.totals.fetched_bytes == 4 * 3_000_000
 
 
+@pytest.mark.e2e
 def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(
     cache: Cache, s3_proxy: FaultyProxy, tmp_path: Path
 ) -> None:
@@ -97,6 +99,7 @@ def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(
     assert s3_proxy.refused < 0.1 * s3_proxy.requests
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fault", [pytest.param("refuse", marks=pytest.mark.slow), "answer_busy"])
 def test_what_is_cached_is_there_during_an_outage_and_all_comes_once_after_it(
     cache: Cache, s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, fault: str

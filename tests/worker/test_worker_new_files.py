@@ -66,6 +66,7 @@ def fill(cache: Cache, folder: Path, options: dict[str, Any]) -> int:
     return units
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "kind",
     [

@@ -29,6 +29,7 @@ def test_one_process_caches_a_sequential_pass_in_order(cache: Cache) -> None:
     assert units_in_order(cache) == list(range(200))
 
 
+@pytest.mark.e2e
 def test_the_shuffled_order_is_that_of_the_seed(cache: Cache, tmp_path: Path) -> None:
     fill(cache, Numbers(200), seed=5)
     with Cache(tmp_path / "again", size_limit="20MB", min_free=0) as again:
@@ -47,6 +48,7 @@ def test_weights_say_how_often_units_are_drawn(cache: Cache) -> None:
     assert drawn[2] > 1.5 * drawn[1]
 
 
+@pytest.mark.e2e
 def test_a_torch_sampler_may_repeat_units(cache: Cache) -> None:
     fill(cache, Numbers(100), order=WeightedRandomSampler([1.0] * 50 + [0.0] * 50, 200))
     units = units_in_order(cache)
@@ -54,6 +56,7 @@ def test_a_torch_sampler_may_repeat_units(cache: Cache) -> None:
     assert max(units) < 50
 
 
+@pytest.mark.e2e
 def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache) -> None:
     source = Numbers(120, pause_s=0.01)
     for _ in range(2):
@@ -64,6 +67,7 @@ def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache)
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_each_pass_of_a_sampler_is_drawn_anew_and_leaves_no_files(cache: Cache) -> None:
     cache.size_limit = 2_000_000
     source = Numbers(300, nbytes=10_000)
@@ -76,6 +80,7 @@ def test_each_pass_of_a_sampler_is_drawn_anew_and_leaves_no_files(cache: Cache) 
     assert _forget_orders(cache) == 1
 
 
+@pytest.mark.e2e
 def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     source = Numbers(200, pause_s=0.01, journal=str(journal))
@@ -87,6 +92,7 @@ def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache
     assert len(journal.read_text().split()) < 300
 
 
+@pytest.mark.e2e
 def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_twice(cache: Cache) -> None:
     source = Numbers(400, pause_s=0.004)
     with cs.start_worker(cache, source, num_workers=2, concurrency=1) as worker:
@@ -153,6 +159,7 @@ def test_the_caches_of_all_nodes_hold_every_sample_once(order: str, tmp_path: Pa
     assert together == Counter(source.keys())
 
 
+@pytest.mark.e2e
 def test_another_share_keeps_what_is_cached_and_fetches_the_rest(cache: Cache, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     source = Numbers(120, journal=str(journal))
@@ -194,6 +201,7 @@ def test_a_curriculum_brings_the_easy_units_first_and_all_of_them_once(cache: Ca
     assert units != sorted(units, key=lambda unit: int(difficulty[unit]))
 
 
+@pytest.mark.e2e
 def test_a_curriculum_goes_on_after_a_stop_and_anew_with_another_function(
     cache: Cache, tmp_path: Path
 ) -> None:

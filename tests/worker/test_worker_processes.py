@@ -184,6 +184,7 @@ class ForksInRead(Numbers):
                 Path(self.asked).touch()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("where", ["transform", "source"])
 def test_a_copy_that_comes_back_from_a_transform_or_a_source_does_not_do_its_work_too(
     cache: Cache, processes: Processes, tmp_path: Path, where: str
@@ -232,6 +233,7 @@ def interrupts(sample: Any) -> Any:
     return pools(sample)
 
 
+@pytest.mark.e2e
 def test_a_transform_may_end_what_it_has_started_or_forked_by_a_signal(
     cache: Cache, processes: Processes
 ) -> None:
@@ -284,6 +286,7 @@ os.write(said, b"done")
 """
 
 
+@pytest.mark.e2e
 def test_a_worker_does_its_work_whatever_the_caller_is(cache: Cache, tmp_path: Path) -> None:
     with script(tmp_path / "caller.py", CALLER, cache.path, str(tmp_path / "said")) as caller:
         caller.process.wait(timeout=DEADLINE_S)

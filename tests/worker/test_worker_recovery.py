@@ -89,6 +89,7 @@ def of_cachestream(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records if record.name == "cachestream")
 
 
+@pytest.mark.e2e
 def test_a_full_cache_whose_catalogue_is_lost_goes_on_being_filled(cache: Cache) -> None:
     cache.size_limit = "1MB"
     with (
@@ -109,6 +110,7 @@ def test_a_full_cache_whose_catalogue_is_lost_goes_on_being_filled(cache: Cache)
         wait_until(is_recorded, "the state of the filling is in the new catalogue")
 
 
+@pytest.mark.e2e
 def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
     """A new one counts passes from 1 again, which is not the end of the one that was waited for."""
     source = Numbers(100, pause_s=0.08)
@@ -130,6 +132,7 @@ def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_a_pass_that_makes_no_sense_has_the_catalogue_rebuilt_by_the_worker(cache: Cache) -> None:
     source = Numbers(400, pause_s=0.01)
     with cs.start_worker(cache, source, num_workers=2) as worker:
@@ -163,6 +166,7 @@ def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it_while_it_f
         wait_until(lambda: cache.num_samples == 100, "what was evicted comes again")
 
 
+@pytest.mark.e2e
 def test_a_worker_that_is_replaced_between_two_looks_is_waited_for(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +185,7 @@ def test_a_worker_that_is_replaced_between_two_looks_is_waited_for(
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_a_killed_supervisor_is_replaced_for_the_loader_of_a_stream(
     tmp_path: Path, processes: Processes
 ) -> None:
@@ -195,6 +200,7 @@ def test_a_killed_supervisor_is_replaced_for_the_loader_of_a_stream(
     processes.wait_until_gone()
 
 
+@pytest.mark.e2e
 def test_of_many_who_need_a_killed_supervisor_one_replaces_it(
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
@@ -239,6 +245,7 @@ def test_a_worker_that_ends_in_order_is_not_replaced(
     worker.close()
 
 
+@pytest.mark.e2e
 def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that_all_are_told(
     cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -268,6 +275,7 @@ def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that
         wait_until(lambda: cache.num_samples > before, "a new one fills")
 
 
+@pytest.mark.e2e
 def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_for_the_status(
     cache: Cache,
     tmp_path: Path,
@@ -316,6 +324,7 @@ class OnABadDisk(Numbers):
         setattr(os, "fsync", fsync)  # noqa: B010  in the process that unpickles it
 
 
+@pytest.mark.e2e
 def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
     cache: Cache, tmp_path: Path
 ) -> None:
@@ -340,6 +349,7 @@ def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
     assert cache.verify().ok
 
 
+@pytest.mark.e2e
 def test_a_stopped_fork_server_holds_nobody_up(cache: Cache, processes: Processes) -> None:
     source = Numbers(100, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1) as worker:

@@ -62,6 +62,7 @@ def test_a_number_of_units_may_be_numpys(cache: Cache) -> None:
         cs.CallableSource(lambda _: 1, 2.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("order", "words"),
     [
@@ -99,6 +100,7 @@ def test_a_cache_is_not_filled_from_a_mix_with_itself(cache: Cache) -> None:
         cs.start_worker(cache, cs.mix({cs.CacheSource(cache.path): 1, Numbers(5, name="more"): 1}))
 
 
+@pytest.mark.e2e
 def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
     cache: Cache, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import cachestream as cs
 from cachestream import Cache
@@ -19,6 +20,7 @@ def units_read(journal: Path) -> list[int]:
     return sorted(map(int, journal.read_text().split()))
 
 
+@pytest.mark.e2e
 def test_units_that_failed_are_read_again_at_the_next_start_and_their_samples_come_once(
     tmp_path: Path, cache: Cache
 ) -> None:
@@ -34,6 +36,7 @@ def test_units_that_failed_are_read_again_at_the_next_start_and_their_samples_co
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_a_start_after_failures_reads_no_unit_that_did_not_fail_and_counts_none_twice(
     tmp_path: Path, cache: Cache
 ) -> None:
@@ -92,6 +95,7 @@ def noise_of(
             }
 
 
+@pytest.mark.e2e
 def test_a_transform_draws_the_same_for_a_sample_in_every_run_whichever_process_does_it_and_on_a_retry(
     tmp_path: Path,
 ) -> None:

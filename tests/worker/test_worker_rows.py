@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cachestream as cs
 from cachestream import Cache
 from tests.worker.sources import InRows
@@ -21,6 +23,7 @@ def test_rows_come_once_although_the_remote_goes_away_in_the_middle_of_each_unit
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_a_worker_that_is_stopped_in_the_middle_of_rows_goes_on_there(cache: Cache, tmp_path: Path) -> None:
     source = InRows(4, 101, NBYTES, pause_s=0.1, folder=str(tmp_path))
     options: dict[str, Any] = {"num_workers": 1, "shard_size": "16KB"}

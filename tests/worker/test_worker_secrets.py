@@ -61,6 +61,7 @@ def assert_tells_nothing(error: BaseException) -> None:
     assert CANARY not in "".join(traceback.format_exception(error))
 
 
+@pytest.mark.e2e
 def test_a_worker_over_signed_urls_leaves_no_secret_in_any_file_message_or_command_line(
     tmp_path: Path, unruly_server: UnrulyServer, processes: Processes, forked: None
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_worker_over_signed_urls_leaves_no_secret_in_any_file_message_or_comma
     assert CANARY not in told.stdout + told.stderr
 
 
+@pytest.mark.e2e
 def test_urls_that_are_signed_anew_are_known_again_and_read_by_their_new_signatures(
     tmp_path: Path, unruly_server: UnrulyServer
 ) -> None:
@@ -187,6 +189,7 @@ def test_no_secret_is_written_anywhere_whatever_goes_wrong(
     assert CANARY not in shown + "".join(capfd.readouterr())
 
 
+@pytest.mark.e2e
 def test_credentials_that_end_are_told_once_without_a_storm_or_a_secret(
     cache: Cache,
     s3_server: S3Server,

@@ -53,6 +53,7 @@ def test_data_larger_than_the_cache_turns_over_within_the_limit_and_no_key_comes
     assert cache.status().evicted_unused_samples == 0
 
 
+@pytest.mark.e2e
 def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
     tmp_path: Path, cache: Cache
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
     assert (status.fill_state, status.fill_message) == ("stopped", "")
 
 
+@pytest.mark.e2e
 def test_a_complete_cache_rests_and_the_next_starts_fetch_only_what_is_not_cached(
     tmp_path: Path, cache: Cache
 ) -> None:
@@ -107,6 +109,7 @@ def test_a_complete_cache_rests_and_the_next_starts_fetch_only_what_is_not_cache
     assert len(fetched - missing) <= kept
 
 
+@pytest.mark.e2e
 def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
     """Shards end in the middle of units, and the older one goes first."""
     source = Numbers(6, 40, nbytes=20_000)
@@ -122,6 +125,7 @@ def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
             assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("when_full", ["wait", "stop"])
 def test_a_full_cache_is_left_as_it_is_and_filled_on_when_the_limit_is_raised(
     cache: Cache, when_full: str
@@ -156,6 +160,7 @@ def test_eviction_none_fills_once(tmp_path: Path, cache: Cache) -> None:
     assert only_once(cache)
 
 
+@pytest.mark.e2e
 def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) -> None:
     source = Numbers(600, nbytes=10_000)
     newest_first = Cache(cache.path, 3 * MB, eviction=lambda rows: sorted(rows, key=lambda row: -row.id))
@@ -169,6 +174,7 @@ def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) ->
             assert 1 in tables.shard_ids(), "the oldest stays"
 
 
+@pytest.mark.e2e
 def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache) -> None:
     cache.size_limit = 8 * MB
     source = Numbers(None, nbytes=20_000)

@@ -31,6 +31,7 @@ def keys_but(source: Mute, units: set[int]) -> set[str]:
     return source.keys() - lost
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("concurrency", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_units_that_never_answer_hold_up_no_others_and_are_left_out_in_the_end(
     tmp_path: Path, cache: Cache, concurrency: int
@@ -63,6 +64,7 @@ def test_the_others_come_long_before_it_is_left_out(tmp_path: Path, cache: Cache
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_an_outage_of_any_length_leaves_nothing_out(tmp_path: Path, cache: Cache) -> None:
     source = muted(tmp_path, "")
     with cs.start_worker(
@@ -78,6 +80,7 @@ def test_an_outage_of_any_length_leaves_nothing_out(tmp_path: Path, cache: Cache
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_what_was_put_aside_is_read_by_the_next_process_if_that_is_killed_and_by_the_next_worker(
     tmp_path: Path, cache: Cache
 ) -> None:

@@ -7,6 +7,8 @@ import signal
 import time
 from typing import Any
 
+import pytest
+
 import cachestream as cs
 from cachestream import Cache
 from cachestream.storage import catalogue
@@ -32,6 +34,7 @@ class Impatient(Numbers):
         setattr(catalogue, "LOCK_TIMEOUT_S", 0.1)  # noqa: B010  in the process that unpickles it
 
 
+@pytest.mark.e2e
 def test_a_reader_that_is_stopped_while_it_reads_holds_the_filling_up_and_does_not_end_it(
     cache: Cache,
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_folder_of_such_folders_is_refused_and_the_one_that_is_meant_named(tmp
     assert type(open_source(tmp_path, format="files")) is cs.FileSource
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "name", [*CHECKED[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKED[2:])]
 )
@@ -182,6 +183,7 @@ def test_a_litdata_source_keeps_the_protocol(name: str) -> None:
     check_source(lambda: LitDataSource(folder))
 
 
+@pytest.mark.e2e
 def test_a_litdata_source_over_s3_keeps_the_protocol_and_its_secrets(
     s3_server: S3Server, s3_bucket: Path
 ) -> None:

@@ -181,6 +181,7 @@ def test_fingerprints_tell_options_apart_and_name_the_folder() -> None:
     assert repr(sources[0]) == f"<MDSSource {MDS}/, 2 shards, 7 samples>"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.slow), {"samples_per_visit": 2}], ids=str
 )

@@ -109,6 +109,7 @@ def actor_pids(cluster: Any) -> list[int]:
     return found
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.usefixtures("second_node")
 @pytest.mark.parametrize(
@@ -132,6 +133,7 @@ def test_the_samples_are_those_of_a_local_worker(
     assert expected[0]
 
 
+@pytest.mark.e2e
 def test_an_actor_that_is_killed_loses_nothing_of_what_a_local_worker_caches(
     cache: Cache, cluster: Any, locally: Fill
 ) -> None:
@@ -148,6 +150,7 @@ def test_an_actor_that_is_killed_loses_nothing_of_what_a_local_worker_caches(
     assert expected[0]
 
 
+@pytest.mark.e2e
 def test_the_command_line_has_files_read_by_actors_and_counts_them(
     cache: Cache, locally: Fill, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +225,7 @@ def test_plug_ins_decode_in_actors_and_are_missed_where_they_are_not_installed(
     assert all("is of a package that this node lacks: install it on all nodes" in one[1] for one in missed)
 
 
+@pytest.mark.e2e
 def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path: Path) -> None:
     pytest.importorskip("cachestream_video")
     if shutil.which("ffmpeg") is None:
@@ -305,6 +309,7 @@ def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Pr
         assert cache.status().evicted_samples >= 300
 
 
+@pytest.mark.e2e
 def test_actors_read_all_groups_by_the_same_threads_and_a_stop_leaves_none(
     cache: Cache, cluster: Any
 ) -> None:
@@ -320,6 +325,7 @@ def test_actors_read_all_groups_by_the_same_threads_and_a_stop_leaves_none(
     assert 1 <= max(threads) <= 2 * CALLS
 
 
+@pytest.mark.e2e
 def test_a_payload_that_actors_cannot_load_ends_the_worker(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

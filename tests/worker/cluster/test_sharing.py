@@ -67,6 +67,7 @@ def sharing_pid(cache: Cache, processes: Processes) -> int:
     return found()[0]
 
 
+@pytest.mark.e2e
 def test_all_caches_hold_all_samples_read_once_and_one_with_another_transform_is_refused(
     members: Members, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_an_exchange_brings_shards_of_the_other_nodes(members: Members, tmp_path
     assert reads(source) == UNITS
 
 
+@pytest.mark.e2e
 def test_the_limit_holds_while_shards_come(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path, nbytes=20_000)  # 4 MB, of which the cache of 2 MB has room for some
     members.start(source, shard_size="200KB")
@@ -184,6 +186,7 @@ def test_a_full_cache_stops_though_the_others_make_everything(members: Members, 
     only_once(small)
 
 
+@pytest.mark.e2e
 def test_a_process_that_attaches_must_want_the_same_group(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path)
     members.start(source, replicas=2)
@@ -233,6 +236,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 # --- faults
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("victim", [slow("supervisor"), slow("sampler"), "sharing"])
 def test_a_process_that_is_killed_costs_nothing(
     members: Members, tmp_path: Path, processes: Processes, victim: str
