@@ -121,7 +121,8 @@ def test_every_command_that_a_page_names_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     named = {name for piece in code_of(page) for name in re.findall(r"\bmake ((?!PYTHON)[a-z0-9-]+)", piece)}
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     assert named <= targets
 
 
