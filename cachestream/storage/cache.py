@@ -60,6 +60,7 @@ logger = logging.getLogger("cachestream")
 _CLEAR_TIMEOUT_S: Final = 1.0
 _WRITERS_TIMEOUT_S: Final = 2.0
 _POLL_S: Final = 0.01
+_CHECKED_SHARDS: Final = 1000  # at opening; the worker and `verify` check all
 
 
 class Cache:
@@ -107,7 +108,7 @@ class Cache:
         if changed:
             change_settings(self.directory, self.catalogue, changed)
         with suppress(CacheError):  # not writable, or locked
-            if (problem := self.check_sizes()) is not None:
+            if (problem := self.check_sizes(_CHECKED_SHARDS)) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
         if "size_limit" in changed:
             self._shrink()
@@ -361,9 +362,12 @@ class Cache:
         """Rebuild a lost or damaged catalogue from the shards, unless another process has done so."""
         rebuild_catalogue(self.directory, self.catalogue, condemned=True)
 
-    def check_sizes(self) -> str | None:
-        """Correct the recorded sizes of shards by their files; returns the first error found, or None."""
-        return check_sizes(self.directory, self.catalogue, correct=True)
+    def check_sizes(self, newest: int | None = None) -> str | None:
+        """Correct the recorded sizes of shards by their files; returns the first error found, or None.
+
+        With `newest`, only that many shards are looked at, and all only if something is wrong.
+        """
+        return check_sizes(self.directory, self.catalogue, correct=True, newest=newest)
 
     def recover(self) -> int:
         """Remove the leftovers of writers that died; returns the number of files removed."""

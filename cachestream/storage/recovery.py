@@ -262,18 +262,27 @@ def _check_shards(
     return damage
 
 
-def check_sizes(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
+def check_sizes(
+    directory: Directory, catalogue: Catalogue, *, correct: bool, newest: int | None = None
+) -> str | None:
     """Compare recorded sizes with the files, and sums with the rows; return the first problem, or None.
 
-    With `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
+    With `newest`, the sizes of that many shards are compared, and all only if something is wrong. With
+    `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
     """
-    with translated_disk_errors(directory.shards, "listing it"):
-        actual = _sizes_of_shards(directory.shards)
     with catalogue.reading() as tables:
-        booked, sums, totals = tables.sizes(), tables.sums(), tables.totals()
-    wrong = {key: actual[key] for key in booked.keys() & actual.keys() if booked[key] != actual[key]}
+        booked, sums, totals = tables.sizes(newest), tables.sums(), tables.totals()
+    wrong = {}
+    with translated_disk_errors(directory.shards, "reading the sizes of its files"):
+        for shard_id, size_bytes in booked.items():
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                actual_bytes = accounted_bytes(os.lstat(shard_path(directory.root, shard_id)))
+                if actual_bytes != size_bytes:
+                    wrong[shard_id] = actual_bytes
     if not wrong and sums == totals:
         return None
+    if newest is not None:
+        return check_sizes(directory, catalogue, correct=correct)
     if correct:
         with catalogue.transaction() as tables:
             tables.correct_sizes(wrong)
@@ -282,17 +291,6 @@ def check_sizes(directory: Directory, catalogue: Catalogue, *, correct: bool) ->
         if wrong
         else f"the sums are {totals} and not {sums}"
     )
-
-
-def _sizes_of_shards(folder: str) -> dict[int, int]:
-    """Accounted sizes of the published shard files: id → bytes."""
-    found = {}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if match := _SHARD_NAME.fullmatch(entry.name):
-                with suppress(FileNotFoundError):  # evicted meanwhile
-                    found[int(match[1])] = accounted_bytes(entry.stat(follow_symlinks=False))
-    return found
 
 
 # --- leftovers

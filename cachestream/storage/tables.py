@@ -262,9 +262,10 @@ class Tables(ProgressTables, SplitTables):
         shards, samples, size_bytes = map(int, self.execute(question).fetchone())
         return shards, samples, size_bytes
 
-    def sizes(self) -> dict[int, int]:
-        """The bytes of all shards, by id."""
-        return dict(self.execute("SELECT id, size_bytes FROM shards"))
+    def sizes(self, newest: int | None = None) -> dict[int, int]:
+        """The bytes of all shards, or of the `newest`, by id."""
+        limit = -1 if newest is None else newest
+        return dict(self.execute("SELECT id, size_bytes FROM shards ORDER BY id DESC LIMIT ?", (limit,)))
 
     def correct_sizes(self, sizes: Mapping[int, int]) -> None:
         """Set the sizes of some shards, by id, and recompute all sums."""

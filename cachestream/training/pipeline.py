@@ -44,7 +44,7 @@ _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the
 _RANKS_POLL_S: Final = 0.25  # between two checks for a request of another rank
 _JOIN_S: Final = 5.0
 _EXIT_JOIN_S: Final = 30.0  # longer than an unanswered call to the ranks' store takes
-_URGENT_OPEN_S: Final = 0.5  # opening shards ahead while the trainer waits
+_URGENT_OPEN_S: Final = 0.1  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
 _OPEN_AT_ONCE: Final = 16
 

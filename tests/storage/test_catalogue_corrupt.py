@@ -75,3 +75,42 @@ def test_a_held_out_share_that_cannot_be_is_restored_from_the_copy(fast_path: Pa
     with Cache(fast_path / "cache") as cache:
         assert cache.status().holdout == 0.25
         assert_sound(cache)
+
+
+def recorded(cache: Cache) -> dict[int, int]:
+    with cache.catalogue.reading() as tables:
+        return tables.sizes()
+
+
+def test_all_sizes_are_corrected_at_opening_if_the_newest_are_wrong(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachestream.storage.cache._CHECKED_SHARDS", 1)
+    with new_cache(fast_path / "cache") as cache:
+        for first in range(0, 9, 3):
+            publish(cache, content(first))
+        sizes = recorded(cache)
+    # As on another disk, to which the cache was copied: the sums fit the rows.
+    change(fast_path / "cache", "UPDATE shards SET size_bytes = size_bytes + 4096")
+    change(fast_path / "cache", "UPDATE totals SET size_bytes = size_bytes + 3 * 4096")
+    with Cache(fast_path / "cache") as cache:
+        assert recorded(cache) == sizes
+        assert_sound(cache)
+
+
+def test_a_wrong_size_of_an_old_shard_is_found_by_the_whole_check(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachestream.storage.cache._CHECKED_SHARDS", 1)
+    with new_cache(fast_path / "cache") as cache:
+        for first in range(0, 9, 3):
+            publish(cache, content(first))
+        sizes = recorded(cache)
+    change(fast_path / "cache", f"UPDATE shards SET size_bytes = size_bytes + 4096 WHERE id = {min(sizes)}")
+    change(fast_path / "cache", "UPDATE totals SET size_bytes = size_bytes + 4096")
+    with Cache(fast_path / "cache") as cache:
+        assert recorded(cache) != sizes
+        assert not cache.verify().ok
+        cache.check_sizes()  # as a worker does each minute
+        assert recorded(cache) == sizes
+        assert_sound(cache)
