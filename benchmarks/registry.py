@@ -210,13 +210,26 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         "Tiny shards: 10,000 and then 100,000 of them, opened by a process that knows nothing of them; 1,000 epochs over 100.",
         (
             Figure(
-                "gap_third_new_ms", "gap between epochs, a third of 10,000 shards new", "ms", 5, at_most=True
+                "gap_third_new_ms",
+                "gap between epochs, a third of 10,000 shards new",
+                "ms",
+                5,
+                at_most=True,
+                missed="An epoch is prepared twice as long before it begins as the last preparation took, and that one met no new "
+                "shards. The first batch opens those of its shards that are new, about twenty, half a millisecond each.",
             ),
             Figure("gap_ms", "gap between epochs, of the same 10,000 shards", "ms", 5, at_most=True),
             Figure("position_of_1e9_ms", "a position in an epoch of 10⁹ samples", "ms", 1, at_most=True),
             Figure("first_batch_s_at_100000", "100,000 shards: first batch", "s", 2, at_most=True),
             Figure("memory_mb_at_100000", "100,000 shards: memory besides torch's", "MB", 300, at_most=True),
-            Figure("snapshot_s_at_100000", "100,000 shards: a snapshot", "s", 0.3, at_most=True),
+            Figure(
+                "snapshot_s_at_100000",
+                "100,000 shards: a snapshot",
+                "s",
+                0.3,
+                at_most=True,
+                missed="SQLite hands over 100,000 rows; the target was set on a machine twice as fast.",
+            ),
             Figure("memory_growth_mb", "growth of memory over 900 epochs", "MB", 2, at_most=True),
             Figure("files_growth", "growth of open files over 900 epochs", "", 0, at_most=True),
         ),
