@@ -82,14 +82,19 @@ def recorded(cache: Cache) -> dict[int, int]:
         return tables.sizes()
 
 
-def test_all_sizes_are_corrected_at_opening_if_the_newest_are_wrong(
-    fast_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def sizes(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """The recorded sizes of a cache of three shards, of which opening looks at the newest."""
     monkeypatch.setattr("cachestream.storage.cache._CHECKED_SHARDS", 1)
     with new_cache(fast_path / "cache") as cache:
         for first in range(0, 9, 3):
             publish(cache, content(first))
-        sizes = recorded(cache)
+        return recorded(cache)
+
+
+def test_all_sizes_are_corrected_at_opening_if_the_newest_are_wrong(
+    fast_path: Path, sizes: dict[int, int]
+) -> None:
     # As on another disk, to which the cache was copied: the sums fit the rows.
     change(fast_path / "cache", "UPDATE shards SET size_bytes = size_bytes + 4096")
     change(fast_path / "cache", "UPDATE totals SET size_bytes = size_bytes + 3 * 4096")
@@ -99,13 +104,8 @@ def test_all_sizes_are_corrected_at_opening_if_the_newest_are_wrong(
 
 
 def test_a_wrong_size_of_an_old_shard_is_found_by_the_whole_check(
-    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+    fast_path: Path, sizes: dict[int, int]
 ) -> None:
-    monkeypatch.setattr("cachestream.storage.cache._CHECKED_SHARDS", 1)
-    with new_cache(fast_path / "cache") as cache:
-        for first in range(0, 9, 3):
-            publish(cache, content(first))
-        sizes = recorded(cache)
     change(fast_path / "cache", f"UPDATE shards SET size_bytes = size_bytes + 4096 WHERE id = {min(sizes)}")
     change(fast_path / "cache", "UPDATE totals SET size_bytes = size_bytes + 4096")
     with Cache(fast_path / "cache") as cache:
