@@ -287,7 +287,7 @@ def check_sizes(
         with catalogue.transaction() as tables:
             tables.correct_sizes(wrong)
     return (
-        f"{len(wrong)} shards are recorded with a wrong size"
+        f"the recorded size of {len(wrong)} of {len(booked)} shards is wrong"
         if wrong
         else f"the sums are {totals} and not {sums}"
     )

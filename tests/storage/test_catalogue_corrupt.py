@@ -60,7 +60,7 @@ def test_verify_tells_of_wrong_books_and_repair_corrects_them(fast_path: Path, s
         change(fast_path / "cache", statement)  # while it is open
         report = cache.verify()
         assert not report.ok
-        assert "recorded with a wrong size" in str(report) or "the sums are" in str(report)
+        assert "the recorded size of" in str(report) or "the sums are" in str(report)
         assert cache.verify(repair=True).ok
         assert cache.verify().problems == 0
         assert_sound(cache)
