@@ -124,7 +124,7 @@ CropOption = Annotated[
 ]
 SecondsOption = Annotated[float, typer.Option(min=0.1, callback=finite, help="How long to measure.")]
 WorkersOption = Annotated[
-    int | None, typer.Option(help="Sampling processes; by default one per core, at most 4.")
+    int | None, typer.Option(min=1, help="Sampling processes; by default one per core, at most 4.")
 ]
 SizeLimitOption = Annotated[
     str | None,

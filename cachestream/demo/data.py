@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from cachestream.errors import ConfigError
@@ -32,7 +31,6 @@ PLACES: Final = len(PHOTOGRAPHS) * GRID * GRID
 LARGEST: Final = (720, 720)
 VIEW: Final = (0.5, 0.9)  # side of a view, as a share of its place's shorter side
 JPEG_QUALITY: Final = 90
-_THREADS: Final = 4
 
 
 def make_remote(root: Path, num_samples: int, num_held_out: int) -> int:
@@ -50,7 +48,7 @@ def make_remote(root: Path, num_samples: int, num_held_out: int) -> int:
     def write(number: int) -> int:
         return _write_view(photographs, root / (TRAIN if number < num_samples else HELD_OUT), number)
 
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(4) as threads:
         sizes = list(threads.map(write, range(num_samples + num_held_out)))
     return sum(sizes[:num_samples])
 
@@ -82,19 +80,13 @@ def _place_name(place: int) -> str:
 
 
 def _write_view(photographs: list[Image.Image], folder: Path, number: int) -> int:
-    """Write view `number`, of place `number % PLACES`; returns its size in bytes."""
+    """Write view `number`, a random square in place `number % PLACES`; returns its size in bytes."""
     place = number % PLACES
-    photograph = photographs[place // (GRID * GRID)]
-    box = _view_box(photograph.size, place % (GRID * GRID), np.random.default_rng(number))
-    path = folder / _place_name(place) / f"{number:06d}.jpg"
-    photograph.crop(box).save(path, quality=JPEG_QUALITY)
-    return path.stat().st_size
-
-
-def _view_box(size: tuple[int, int], cell: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom pixel of a random square inside `cell` of a photograph."""
-    cells: npt.NDArray[np.float64] = np.array(size) / GRID
+    photograph, cell = photographs[place // (GRID * GRID)], place % (GRID * GRID)
+    rng, cells = np.random.default_rng(number), np.array(photograph.size) / GRID
     side = float(cells.min()) * rng.uniform(*VIEW)
     row, column = divmod(cell, GRID)
     left, top = np.array([column, row]) * cells + rng.uniform(size=2) * (cells - side)
-    return int(left), int(top), int(left + side), int(top + side)
+    path = folder / _place_name(place) / f"{number:06d}.jpg"
+    photograph.crop((int(left), int(top), int(left + side), int(top + side))).save(path, quality=JPEG_QUALITY)
+    return path.stat().st_size

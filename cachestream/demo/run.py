@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
@@ -36,8 +36,7 @@ _TITLE: Final = "cachestream demo: two ranks train on a growing, limited cache o
 _HEADING: Final = "epoch  samples  cached  remote seen  samples/s   wait  accuracy"
 _SAMPLE_BYTES: Final = 3 * SIDE * SIDE + 64
 _LOOK_S: Final = 0.01
-_END_S: Final = 15.0
-_WORKER_END_S: Final = 30.0
+_END_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,13 @@ def run(
     which is removed at the end unless `keep`. Raises ConfigError for what is missing, EpochError if the ranks
     fail.
     """
-    size = size or Size()
-    folder = Path(output)
+    size, folder = size or Size(), Path(output)
     figure_class()  # what is missing is said now, and not after the training
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the folder for the plot cannot be made: {error}; give another with --output"
+            f"the folder for the plot cannot be made: {error}; give another --output"
         ) from error
     work = Path(tempfile.mkdtemp(prefix="cachestream-demo-"))
     try:
@@ -106,10 +104,10 @@ def run(
         bandwidth = int(make_remote(work, size.num_samples, size.num_held_out) / size.fetch_s)
         problems = _train(work, folder, bandwidth, size)
     finally:
-        if not keep:
+        if keep:
+            _say(f"Remote and cache are kept in {work}.")
+        else:
             shutil.rmtree(work)
-    if keep:
-        _say(f"Remote and cache are kept in {work}.")
     for problem in problems:
         sys.stderr.write(f"cachestream demo: {problem}; see {folder / LOG}\n")
     return 1 if problems else 0
@@ -122,10 +120,9 @@ def _say(line: str) -> None:
 
 def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> list[str]:
     """Train, draw and tell the result; returns what went wrong."""
-    limit, whole = format_size(size.limit_bytes), format_size(size.num_samples * _SAMPLE_BYTES)
-    remote, speed = format_size(bandwidth_bytes_per_s * size.fetch_s), format_size(bandwidth_bytes_per_s)
-    _say(f"         {remote}, limited to {speed}/s")
-    _say(f"cache    limited to {limit}; all of it, decoded, would take {whole}")
+    whole, speed = format_size(size.num_samples * _SAMPLE_BYTES), format_size(bandwidth_bytes_per_s)
+    _say(f"         {format_size(bandwidth_bytes_per_s * size.fetch_s)}, limited to {speed}/s")
+    _say(f"cache    limited to {format_size(size.limit_bytes)}; all of it, decoded, would take {whole}")
     _say(f"ranks    starting {RANKS} …\n")
     epochs: list[EpochDone] = []
     with Cache(work / CACHE, size.limit_bytes, min_free="100MB") as cache:
@@ -141,9 +138,8 @@ def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> 
                     _say(str(event))
         finally:
             _wait_for_worker(cache)
-        history = read_history(cache.directory.worker_file("history"))
         accuracy = [(event.time_s, event.accuracy) for event in epochs]
-        plot_growth(history, folder / PLOT, _TITLE, accuracy)
+        plot_growth(read_history(cache.directory.worker_file("history")), folder / PLOT, _TITLE, accuracy)
         status = cache.status()
         _say(f"\n{_summary(epochs, status, watch)}\nPlot of growth and accuracy: {folder / PLOT}")
         return problems(status, cache.verify(), watch)
@@ -178,9 +174,8 @@ def train_ranks(
     """Yield the epochs of ranks under torchrun, which work in the folder `work`; their stderr goes to `log`.
 
     Closing the generator ends them. They have a session of their own: Ctrl-C reaches this process alone, and
-    they end in order. If this process is killed, the first rank's next report fails, and so all end.
-
-    Raises EpochError with their reasons if they fail.
+    they end in order. If this process is killed, the first rank's next report fails, and so all end. Raises
+    EpochError with their reasons if they fail.
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -190,14 +185,7 @@ def train_ranks(
     failures = []
     with (
         open(log, "wb") as errors,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        ) as ranks,
+        Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=errors, text=True, start_new_session=True) as ranks,
     ):
         try:
             assert ranks.stdout is not None
@@ -215,7 +203,7 @@ def train_ranks(
             ranks.terminate()  # torchrun passes it on; nothing happens if it has ended
             try:
                 ranks.wait(_END_S)
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 ranks.kill()  # its ranks end at their next report, or when they miss each other
 
 
@@ -262,8 +250,8 @@ def _allocated(root: str) -> dict[int, int]:
 
 def _wait_for_worker(cache: Cache) -> None:
     """Wait for the worker, which ends after the ranks: then its cache can be removed."""
-    deadline_s = time.monotonic() + _WORKER_END_S
+    deadline_s = time.monotonic() + _END_S
     while cache.has_worker():
         if time.monotonic() > deadline_s:
-            raise WorkerError(f"the worker of {cache.path} has not ended within {_WORKER_END_S:.0f} s")
+            raise WorkerError(f"the worker of {cache.path} has not ended within {_END_S:.0f} s")
         time.sleep(0.05)

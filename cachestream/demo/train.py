@@ -6,6 +6,7 @@ rank reports each epoch as a line of JSON on stdout, and a rank that fails its r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -102,30 +103,23 @@ def _train(folder: Path, size: Size, bandwidth_bytes_per_s: int, device: torch.d
 
 def make_network(width: int = 32) -> nn.Sequential:
     """A small convolutional network: float32 `[B, 3, SIDE, SIDE]` to `[B, PLACES]`."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for factor in (1, 2, 4, 4):
-        layers += [
-            nn.Conv2d(channels, factor * width, 3, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(factor * width),
-            nn.ReLU(inplace=True),
-        ]
-        channels = factor * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, PLACES))
+    channels, layers = (3, width, 2 * width, 4 * width, 4 * width), list[nn.Module]()
+    for before, after in itertools.pairwise(channels):
+        layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False))
+        layers += [nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], PLACES))
 
 
 def normalise(images: Tensor) -> Tensor:
     """uint8 `[B, 3, H, W]` to float32 of zero mean and unit variance in each image."""
     values = images.float()
-    over = (1, 2, 3)
-    mean, deviation = values.mean(over, keepdim=True), values.std(over, keepdim=True)
+    deviation, mean = torch.std_mean(values, (1, 2, 3), keepdim=True)
     return values.sub_(mean).div_(deviation + 8)
 
 
 def augment(batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """The demo's batch_transform, run in the loader's thread: a random shift, then normalised."""
-    pad = (_SHIFT,) * 4
-    images = functional.pad(normalise(batch["image"]), pad, mode="replicate")
+    images = functional.pad(normalise(batch["image"]), (_SHIFT,) * 4, mode="replicate")
     left, top = torch.randint(0, 2 * _SHIFT + 1, (2,), device=generator.device, generator=generator).tolist()
     return {"image": images[..., top : top + SIDE, left : left + SIDE], "label": batch["label"]}
 
@@ -155,13 +149,11 @@ def _steps_per_s(device: torch.device) -> float:
     _, step = _trainer(device, _WARM_UP_STEPS + _MEASURED_STEPS)
     images = torch.randn(_BATCH, 3, SIDE, SIDE, device=device)
     labels = torch.zeros(_BATCH, dtype=torch.int64, device=device)
-    for _ in range(_WARM_UP_STEPS):
-        step(images, labels)
-    _finish_work(device)
-    began_s = time.perf_counter()
-    for _ in range(_MEASURED_STEPS):
-        step(images, labels)
-    _finish_work(device)
+    for steps in (_WARM_UP_STEPS, _MEASURED_STEPS):
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            step(images, labels)
+        _finish_work(device)
     speed = torch.tensor(_MEASURED_STEPS / (time.perf_counter() - began_s), device=device)
     dist.all_reduce(speed)
     return float(speed) / RANKS

@@ -348,8 +348,6 @@ def setup_of(
     Raises ConfigError where the number of samples cannot be told.
     """
     alone, written = stages.alone, stages.written
-    if written is None:
-        raise ConfigError("the transform dropped all samples that were looked at: there is nothing to plan")
     if num_samples is None:
         if stages.num_units is None or stages.is_listing or alone.units < _LEAST_UNITS:
             raise ConfigError("the number of samples cannot be told by a look at the source: give --samples")

@@ -23,7 +23,7 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream.cli.main import main
-from cachestream.errors import ConfigError, SourceError, SourceUnavailableError
+from cachestream.errors import CacheFullError, ConfigError, SourceError, SourceUnavailableError
 from cachestream.sources.files import FileSource
 from cachestream.tools.diagnose import diagnose as diagnosis
 from cachestream.tools.diagnose import probe
@@ -54,7 +54,6 @@ EVEN: Final = Stages(
     list_s=0.5,
     num_units=1_000_000,
     is_listing=False,
-    has_transform=True,
     alone=run(1, 100),
     together=run(32, 3200),
     written=Throughput(100, 15_000_000, 0.005),
@@ -77,10 +76,7 @@ FIGURES: Final = {
 NO_TIME: Final = dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)
 NOTHING: Final = Measurement(1, 1, 0, 0.0001, 1.0, NO_TIME, NO_TIME)
 ODD: Final = {
-    "nothing but a function": replace(
-        EVEN, num_units=None, has_transform=False, alone=NOTHING, together=NOTHING
-    ),
-    "nothing written": replace(EVEN, written=None, delivered=None),
+    "nothing but a function": replace(EVEN, num_units=None, alone=NOTHING, together=NOTHING),
     "a listing that goes on": replace(EVEN, is_listing=True, list_s=300.0),
     "nothing came at once": replace(EVEN, together=run(32, 0)),
     "one unit": replace(EVEN, num_units=1, together=run(1, 100)),
@@ -99,7 +95,7 @@ def test_the_stage_that_lets_the_fewest_through_is_the_verdict(binds: str) -> No
 @pytest.mark.parametrize("name", [*FIGURES, *ODD])
 def test_findings_are_shown_in_eighty_columns_and_told_as_plain_json(name: str) -> None:
     stages = {**FIGURES, **ODD}[name]
-    found = Findings("s3://bucket/train", stages, judge(stages), ("A note.",), 3, "ValueError: no")
+    found = Findings("s3://bucket/train", stages, judge(stages), 3, "ValueError: no")
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
     assert f"Verdict: {found.verdict.binds}." in str(found)
@@ -243,9 +239,7 @@ def test_a_decoder_that_is_slow_is_found(tmp_path: Path) -> None:
 
 def test_a_transform_that_is_slow_is_found() -> None:
     found = look(Numbers(), burn)
-    # The disk of a busy machine may take longer still to write a few samples: that is not what this is about.
-    verdict = judge(replace(found.stages, written=None, delivered=None))
-    assert verdict.binds == "transform", f"{found}\n{found.stages}"
+    assert found.verdict.binds == "transform", f"{found}\n{found.stages}"
     assert found.stages.alone.cpu_s["transform"] >= found.stages.alone.num_samples * 0.1
 
 
@@ -255,9 +249,7 @@ def test_packing_of_tokens_is_measured_and_a_wrong_field_is_told() -> None:
     stages = found.stages
     assert stages.alone.num_samples >= 2, "of each text two windows, and a rest that is dropped"
     assert stages.alone.cpu_s["decode"] > 0
-    assert stages.written is not None
-    assert stages.delivered is not None
-    assert not found.notes
+    assert stages.delivered.num_samples > 0
     assert not found.skipped
     with pytest.raises(SourceError, match=r"no field 'tokens' to pack, but 'text': give pack_tokens\(field="):
         look(texts, cs.pack_tokens(29))
@@ -323,9 +315,7 @@ def test_every_kind_of_source_is_measured_to_the_end_and_leaves_nothing(
     stages = found.stages
     assert stages.alone.num_samples > 0
     assert stages.alone.wall_s["pack"] > 0
-    assert stages.written is not None
-    assert stages.delivered is not None
-    assert not found.notes
+    assert stages.delivered.num_samples > 0
     assert not found.skipped
     assert not list(folder.iterdir())
     assert metering._on_fetched is metering._ignore
@@ -388,14 +378,13 @@ def test_a_transform_that_always_fails_says_so_without_secrets() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_transform_that_drops_all_is_measured_without_the_stages_that_follow() -> None:
-    found = look(Numbers(), lambda _sample: None)
-    assert (found.stages.written, found.stages.delivered) == (None, None)
-    assert "dropped all samples" in str(found)
+def test_a_transform_that_drops_all_samples_is_an_error() -> None:
+    with pytest.raises(SourceError, match=r"the source: the transform dropped all \d+ samples"):
+        look(Numbers(), lambda _sample: None)
 
 
 class Lost:
-    """A remote that does not answer the first reads."""
+    """A remote that answers none of the first reads."""
 
     fingerprint, num_units, left = "lost", 1000, 3
 
@@ -406,14 +395,10 @@ class Lost:
         yield str(unit), {"x": np.zeros(10)}
 
 
-def test_a_remote_that_is_away_is_waited_for_and_given_up_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(probe, "AGAIN_S", 0.05)
-    assert look(Lost()).stages.alone.num_samples > 0
-    monkeypatch.setattr(probe, "PATIENCE_S", 0.0)
-    with pytest.raises(SourceError, match=r"no usable sample .*the remote is away"):
-        look(Lost())
+def test_a_remote_that_is_away_for_a_moment_is_read_after_it() -> None:
+    found = look(Lost())
+    assert found.stages.alone.num_samples > 0
+    assert (found.skipped, found.failure) == (3, "the remote is away")
 
 
 def test_a_transform_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,20 +416,18 @@ def test_a_transform_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch
         let_go.set()
 
 
-def test_a_verdict_is_given_where_nothing_can_be_written(
+def test_a_folder_without_space_is_an_error_that_names_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis, "_MIN_FREE", "1000PB")
-    found = look(Numbers(), burn, folder=str(tmp_path))
-    assert found.verdict.binds == "transform"
-    assert "Not measured: writing and loading" in str(found)
+    with pytest.raises(CacheFullError, match="try --folder"):
+        look(Numbers(), folder=str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{"folder": "/no/such/folder"}, {"workers": 0}])
-def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        look(Numbers(), **options)
+def test_a_folder_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        look(Numbers(), folder="/no/such/folder")
 
 
 # --- the command line

@@ -1,8 +1,8 @@
 """Measurement of every stage of a source by its real parts, in about ten seconds.
 
 `list`: opening the source. `read`, `decode`, `transform`, `pack`: one unit after another, then as many reads
-at once as a worker has (see `probe`). `write`: the packed samples, as shards of a real cache in a temporary
-folder, synced. `transfer`: the real loader over that cache, warm, onto the accelerator if there is one.
+at once as a worker has (see `probe`). `write`: a file of 64 MiB in a temporary folder, synced. `transfer`:
+the real loader over a cache of the packed samples there, warm, onto the accelerator if there is one.
 
 Not measured: how the remote behaves at other times, and the model. Data that this machine has read before
 comes from its memory.
@@ -13,25 +13,24 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Final
 
 from cachestream.config import format_size
-from cachestream.errors import CacheFullError, CacheStreamError, ConfigError, SourceError
+from cachestream.errors import CacheFullError, ConfigError, SourceError
 from cachestream.sources.base import Source, as_incremental
 from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.cache import Cache
+from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.storage.telemetry import PROCESSES_AT_MOST
 from cachestream.tools.bench import measure_loader
+from cachestream.tools.diagnose.machine import synced_bytes_per_s
 from cachestream.tools.diagnose.probe import SHARD_BYTES, Probe, Transform
-from cachestream.tools.diagnose.stages import Findings, Measurement, Stages, Throughput, judge
+from cachestream.tools.diagnose.stages import Findings, Stages, Throughput, judge
 from cachestream.training.batches.transfer import accelerator
-from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.sampling.packer import Packer
 
 _UNITS_AT_MOST: Final = 100_000
@@ -41,7 +40,6 @@ _IN_FLIGHT_BYTES: Final = 1 << 30
 _BATCHES: Final = (64, 4096)  # samples, the least and the most
 _BATCH_BYTES: Final = 1 << 20
 _REPEATS: Final = 16
-_REMOVALS: Final = 10
 _TRANSFER_S: Final = 1.0
 _CACHE_LIMIT: Final = "1GB"
 _MIN_FREE: Final = "200MB"
@@ -63,15 +61,13 @@ def diagnose(
     `workers`: the sampling processes of a worker (default: one a core, at most 4). `folder`: the place of the
     temporary folder, best on the disk of the cache to be. `on_progress` gets a line before each step.
 
-    Raises what `open_it` raises, SourceError if nothing can be read or used, and ConfigError for a missing
-    folder.
+    Raises what `open_it` raises, SourceError if nothing can be read or used, ConfigError for a missing
+    folder, and CacheFullError if the samples do not fit there.
     """
     cores = len(os.sched_getaffinity(0))
     workers = min(4, cores) if workers is None else workers
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"--folder {folder!r}: no such folder; give one on the disk of the cache to be")
-    if not 1 <= workers <= PROCESSES_AT_MOST:
-        raise ConfigError(f"--workers {workers}: give a whole number from 1 to {PROCESSES_AT_MOST}")
     on_progress("listing")
     begun_s = time.perf_counter()
     source, transform = apply_packing(open_it(), transform)
@@ -82,93 +78,53 @@ def diagnose(
     order = random.Random(11).sample(everything, min(len(everything), _UNITS_AT_MOST))
     on_progress(f"reading one unit after another, for {seconds / 2:.3g} s")
     probe = Probe(source, order, transform)
-    first = alone = probe.run(0.0)  # pays for what is done once: imports, connections
-    if not first.num_samples:
+    alone = probe.run(0.0)  # pays for what is done once: imports, connections
+    if not alone.num_samples:
         reason = probe.failure or "check the path, --format, that the remote answers and the transform ends"
-        raise SourceError(f"{shown}: no usable sample in {first.seconds:.1f} s; {reason}")
-    small = packer = probe.packer
-    probe.packer = Packer()
+        raise SourceError(f"{shown}: no usable sample in {alone.seconds:.1f} s; {reason}")
+    packer, probe.packer = probe.packer, Packer()
     if (run := probe.run(seconds / 2)).num_samples:
         alone, packer = run, probe.packer
-    reads = _reads_at_once(alone, packer, num_units, workers)
+    if not packer.num_samples:
+        raise SourceError(f"{shown}: the transform dropped all {alone.num_samples} samples that were read")
+    # The reads of a worker, which hold samples in memory, and of which each has a unit.
+    sample_bytes = max(alone.fetched_bytes / alone.num_samples, packer.size_bytes / packer.num_samples, 1)
+    most = min(_READS_AT_MOST, num_units or _READS_AT_MOST, max(1, int(_IN_FLIGHT_BYTES / sample_bytes)))
+    reads = min(_READS * workers, most)
     on_progress(f"reading {reads} units at once, for {seconds / 2:.3g} s")
     together = probe.run(seconds / 2, reads)
-    place = tempfile.gettempdir() if folder is None else folder
+    place = folder or tempfile.gettempdir()
     on_progress(f"writing into a temporary folder in {place}, and loading from there")
     device = accelerator() or "cpu"
-    written, delivered, notes = _store(small, packer, place, device)
-    is_listing, has_transform = growing is not None, transform is not None
-    measured = alone, together, written, delivered, device
-    stages = Stages(list_s, num_units, is_listing, has_transform, *measured, cores, workers)
-    return Findings(shown, stages, judge(stages), notes, len(probe.failed), probe.failure)
+    stored = _store(packer, place, device)
+    stages = Stages(list_s, num_units, growing is not None, alone, together, *stored, device, cores, workers)
+    return Findings(shown, stages, judge(stages), len(probe.failed), probe.failure)
 
 
-def _reads_at_once(alone: Measurement, packer: Packer, num_units: int | None, workers: int) -> int:
-    """The reads of a worker, bounded by the number of units and by the memory for samples, which are read
-    whole.
-    """
-    packed_bytes = packer.size_bytes / max(1, packer.num_samples)
-    sample_bytes = max(alone.fetched_bytes / alone.num_samples, packed_bytes, 1)
-    fitting = max(1, int(_IN_FLIGHT_BYTES / sample_bytes))
-    return min(_READS * workers, _READS_AT_MOST, num_units or _READS_AT_MOST, fitting)
+def _store(packer: Packer, place: str, device: str) -> tuple[Throughput, Throughput]:
+    """Write `packer` into a cache below `place`, and load it onto `device`."""
+    with (
+        translated_disk_errors(place),
+        tempfile.TemporaryDirectory(prefix="cachestream-diagnose-", dir=place) as folder,
+        Cache(folder, _CACHE_LIMIT, min_free=_MIN_FREE) as cache,
+    ):
+        _fill(cache, packer)
+        seconds = packer.size_bytes / synced_bytes_per_s(folder)
+        sample_bytes = max(1, cache.size_bytes // cache.num_samples)
+        batch_size = min(cache.num_samples, _BATCHES[1], max(_BATCHES[0], _BATCH_BYTES // sample_bytes))
+        delivered = measure_loader(cache, batch_size, _TRANSFER_S, device=device)
+        return Throughput(packer.num_samples, packer.size_bytes, seconds), delivered
 
 
-def _store(
-    small: Packer, packer: Packer, place: str, device: str
-) -> tuple[Throughput | None, Throughput | None, tuple[str, ...]]:
-    """Write `packer` into a cache below `place`, and load it onto `device`; with notes on what failed."""
-    if not packer.num_samples:
-        return None, None, ("Not measured: writing and loading, because the transform dropped all samples.",)
-    written = delivered = None
-    notes: tuple[str, ...] = ()
-    # Not tempfile.TemporaryDirectory: a thread of an interrupted loader may put a file there while it is
-    # removed.
-    folder = os.path.join(place, f"cachestream-diagnose-{secrets.token_hex(8)}")
-    try:
-        os.mkdir(folder, 0o700)
-        with Cache(folder, _CACHE_LIMIT, min_free=_MIN_FREE) as cache:
-            written = _write(cache, small if small.num_samples else packer, packer)
-            delivered = _deliver(cache, device)
-    except (CacheStreamError, OSError, RuntimeError) as error:  # RuntimeError: torch's, of the device
-        what = "loading" if written else "writing and loading"
-        notes = (f"Not measured: {what}, because of {type(error).__name__}: {redact_text(str(error))}",)
-    finally:
-        for _ in range(_REMOVALS):
-            shutil.rmtree(folder, ignore_errors=True)
-            if not os.path.lexists(folder):
-                break
-    return written, delivered, notes
-
-
-def _write(cache: Cache, small: Packer, packer: Packer) -> Throughput:
-    """Publish `packer`, several times if it is small: an epoch over a handful of samples says little of the
-    loader.
-
-    `small` measures the fixed cost of a shard, of which only the share of a full shard counts.
-    """
+def _fill(cache: Cache, packer: Packer) -> None:
+    """Publish `packer`, several times if it is small: an epoch of a few samples says little of the loader."""
     owner = Owner(cache.directory, f"diagnose-{secrets.token_hex(6)}")
-    repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
-        _publish(publisher, cache, small)  # pays for what is done once
-        fixed_s = _publish(publisher, cache, small)
-        whole_s = sum(_publish(publisher, cache, packer) for _ in range(repeats))
+        repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
+        if publisher.publish([packer.content({})] * repeats, [], UnitProgress(0)) is None:
+            raise CacheFullError(
+                f"no space for {format_size(packer.size_bytes)} in {cache.path}; try --folder"
+            )
     finally:
         owner.release()
-    num_bytes = repeats * packer.size_bytes
-    growing_s = max(0.0, whole_s - fixed_s * repeats)
-    seconds = min(whole_s, growing_s + fixed_s * num_bytes / SHARD_BYTES)
-    return Throughput(repeats * packer.num_samples, num_bytes, seconds)
-
-
-def _publish(publisher: Publisher, cache: Cache, packer: Packer) -> float:
-    begun_s = time.perf_counter()
-    if publisher.publish([packer.content({})], [], UnitProgress(0)) is None:
-        raise CacheFullError(f"no space for {format_size(packer.size_bytes)} in {cache.path}; try --folder")
-    return time.perf_counter() - begun_s
-
-
-def _deliver(cache: Cache, device: str) -> Throughput:
-    sample_bytes = max(1, cache.size_bytes // cache.num_samples)
-    batch_size = min(cache.num_samples, _BATCHES[1], max(_BATCHES[0], _BATCH_BYTES // sample_bytes))
-    return measure_loader(cache, batch_size, _TRANSFER_S, device=device)

@@ -121,6 +121,17 @@ def _filesystem(kind: str) -> Check:
 
 
 def _disk(folder: str) -> Check:
+    bytes_per_s = synced_bytes_per_s(folder)
+    slow = bytes_per_s < _LEAST_BYTES_PER_S
+    advice = "filling cannot be faster than that: choose a faster disk if the remote is" if slow else ""
+    return Check("disk", f"writes {format_size(bytes_per_s)}/s, synced", advice)
+
+
+def synced_bytes_per_s(folder: str) -> float:
+    """Bytes a second at which a file of 64 MiB, which is removed again, is written in `folder` and synced.
+
+    Raises CacheFullError where it does not fit, and CacheError if the disk fails.
+    """
     path, data = os.path.join(folder, f".cachestream-{secrets.token_hex(8)}"), os.urandom(1 << 20)
     with translated_disk_errors(path, "writing to measure the disk"):
         try:
@@ -129,12 +140,9 @@ def _disk(folder: str) -> Check:
                 file.writelines(data for _ in range(_TRIAL_BYTES >> 20))
                 file.flush()
                 os.fsync(file.fileno())
-            bytes_per_s = _TRIAL_BYTES / (time.perf_counter() - begun_s)
+            return _TRIAL_BYTES / (time.perf_counter() - begun_s)
         finally:
             Path(path).unlink(missing_ok=True)
-    slow = bytes_per_s < _LEAST_BYTES_PER_S
-    advice = "filling cannot be faster than that: choose a faster disk if the remote is" if slow else ""
-    return Check("disk", f"writes {format_size(bytes_per_s)}/s, synced", advice)
 
 
 def _open_files() -> Check:

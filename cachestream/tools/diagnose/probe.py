@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from cachestream.config import with_generator
-from cachestream.errors import CacheStreamError, SourceUnavailableError
+from cachestream.errors import CacheStreamError
 from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.tools.diagnose.stages import Measurement
 from cachestream.transport import metering
@@ -28,34 +28,19 @@ from cachestream.worker.sampling.encode import to_table
 from cachestream.worker.sampling.packer import Packer
 from cachestream.worker.sampling.transformer import collected, to_records
 
-STAGES: Final = ("read", "decode", "transform", "pack")
 SHARD_BYTES: Final = 64_000_000  # a full shard of a worker
-PATIENCE_S: Final = 30.0  # for the first sample
+PATIENCE_S: Final = 30.0  # for the first sample, and for what is under way at the end of a run
 LEAVE_S: Final = 5.0  # for threads to finish their sample
-AGAIN_S: Final = 0.5
-_FINISHING: Final = 4.0  # times as long as a run, for what is under way at its end
-_FAILURES: Final = 20  # samples or units that fail before any can be used: then the run ends
+_FAILURES: Final = 20  # further samples or units that fail before any can be used: then the run ends
 
 Transform = Callable[..., Any]
-
-
-@dataclass(slots=True)
-class _Tally:
-    """The figures of a run while it goes on, as in `Measurement`, and the samples or units that failed."""
-
-    num_samples: int = 0
-    fetched_bytes: int = 0
-    units: int = 0
-    failures: int = 0
-    wall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
 
 @dataclass(slots=True)
 class _Reading:
     """The reading of a thread in a run: its stage, and the time (and processor time) at which that began."""
 
-    tally: _Tally
+    run: Measurement
     stage: str = "read"
     since: tuple[float, float] = (0.0, 0.0)
 
@@ -90,60 +75,56 @@ class Probe:
         network arrive together, and late. Where no sample came at all, the first is waited for, up to 30 s.
         """
         metering.install(self._on_fetched, self._on_asking)
-        tally, stop = _Tally(), threading.Event()
+        run, stop = Measurement(reads), threading.Event()
         begun_s, busy_s = _now()
+        most_failed = len(self.failed) + _FAILURES
 
         def is_done() -> bool:
-            if tally.num_samples:
+            if run.num_samples:
                 return stop.is_set() or time.perf_counter() >= begun_s + seconds
-            return stop.is_set() or tally.failures >= _FAILURES or tally.units >= self._num_units
+            return stop.is_set() or len(self.failed) >= most_failed or run.units >= self._num_units
 
         def work() -> None:
-            reading = _Reading(tally)
+            reading = _Reading(run)
             _reading.set(reading)
             for unit in self._units:
                 if is_done():
                     return
                 reading.stage, reading.since = "read", _now()
                 try:
-                    self._read_unit(reading, unit, reads == 1, is_done)
-                except SourceUnavailableError as error:
-                    self.failure = self.failure or str(error)
-                    stop.wait(AGAIN_S)
-                    continue
+                    self._read_unit(reading, unit, is_done)
                 except (Exception, SystemExit) as error:  # noqa: BLE001  sources of users may raise anything
-                    self._skip(reading, unit, -1, error)
+                    self._skip(unit, -1, error)
                 with self._lock:
-                    tally.units += 1
+                    run.units += 1
 
         threads = [threading.Thread(target=work, name=f"probe-{n}", daemon=True) for n in range(reads)]
         try:
             for thread in threads:
                 thread.start()
             _join(threads, seconds)
-            if reads == 1 or tally.num_samples < 2 * reads:
-                _join(threads, _FINISHING * seconds if tally.num_samples else PATIENCE_S)
+            if reads == 1 or run.num_samples < 2 * reads:
+                _join(threads, PATIENCE_S)
             with self._lock:
                 now_s, now_busy_s = _now()
-                busy_cores = (now_busy_s - busy_s) / (now_s - begun_s)
-                came = reads, tally.num_samples, tally.fetched_bytes, now_s - begun_s, busy_cores
-                return Measurement(*came, dict(tally.wall_s), dict(tally.cpu_s), tally.units)
+                run.seconds, run.busy_cores = now_s - begun_s, (now_busy_s - busy_s) / (now_s - begun_s)
+                return replace(run, wall_s=dict(run.wall_s), cpu_s=dict(run.cpu_s))
         finally:
             stop.set()
             _join(threads, LEAVE_S)
             metering.install(None)
 
-    def _read_unit(self, reading: _Reading, unit: int, packs: bool, is_done: Callable[[], bool]) -> None:
+    def _read_unit(self, reading: _Reading, unit: int, is_done: Callable[[], bool]) -> None:
         for index, item in enumerate(self._read(unit, np.random.default_rng(unit))):
             self._lap(reading, "decode")
             try:
-                if packs:
+                if reading.run.reads == 1:
                     self._pack(reading, item)
             except (Exception, SystemExit) as error:  # noqa: BLE001  transforms may raise anything
-                self._skip(reading, unit, index, error)
+                self._skip(unit, index, error)
             else:
                 with self._lock:
-                    reading.tally.num_samples += len(item.keys) if isinstance(item, Rows) else 1
+                    reading.run.num_samples += len(item.keys) if isinstance(item, Rows) else 1
             if is_done():
                 return
 
@@ -162,13 +143,12 @@ class Probe:
                 self.packer.add(record, None)
         self._lap(reading, "pack")
 
-    def _skip(self, reading: _Reading, unit: int, index: int, error: BaseException) -> None:
+    def _skip(self, unit: int, index: int, error: BaseException) -> None:
         known = isinstance(error, CacheStreamError)
         reason = str(error) if known else redact_text(f"{type(error).__name__}: {error}")[:500]
         with self._lock:
             self.failure = self.failure or reason
             self.failed.add((unit, index))
-            reading.tally.failures += 1
 
     def _on_asking(self, _nbytes: int) -> None:
         if (reading := _reading.get()) is not None:
@@ -180,7 +160,7 @@ class Probe:
             self._lap(reading, "read")
             reading.stage = "decode"
             with self._lock:
-                reading.tally.fetched_bytes += nbytes
+                reading.run.fetched_bytes += nbytes
 
     def _lap(self, reading: _Reading, stage: str) -> None:
         """Count the time since the last lap for `stage`, and the processor time of the whole process.
@@ -189,8 +169,8 @@ class Probe:
         """
         before, reading.since = reading.since, _now()
         with self._lock:
-            reading.tally.wall_s[stage] += reading.since[0] - before[0]
-            reading.tally.cpu_s[stage] += reading.since[1] - before[1]
+            reading.run.wall_s[stage] += reading.since[0] - before[0]
+            reading.run.cpu_s[stage] += reading.since[1] - before[1]
 
 
 def _join(threads: Iterable[threading.Thread], timeout_s: float) -> None:

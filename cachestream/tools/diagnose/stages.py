@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from cachestream.config import format_size
@@ -19,29 +19,30 @@ from cachestream.config import format_size
 BUSY: Final = 0.8  # of the cores, or of the one core that the interpreter's lock leaves to Python
 _ONE_INTERPRETER: Final = 1.3  # above that many cores, it is not the interpreter's lock that holds it up
 _TOO_SHORT_S: Final = 0.05
-
-
 _WIDTH: Final = 80
-_SLOW_LISTING_S: Final = 10.0
 _LEAST_S: Final = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+def _no_time() -> dict[str, float]:
+    return dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)
+
+
+@dataclass(slots=True)
 class Measurement:
-    """Measurements of `reads` units that were read at once, for `seconds`.
+    """Figures of `reads` units read at once, for `seconds`; they grow while the reads go on.
 
     `fetched_bytes`: 0 where the source does not report bytes. `busy_cores`: the cores that this process used.
-    `wall_s` and `cpu_s`: by stage ("read", "decode", "transform", "pack"), the time of all samples, and the
-    processor's part of it, which has a meaning for a single read only. `units`: those that were read whole.
+    `wall_s` and `cpu_s`: by stage, the time of all samples, and the processor's part of it, which has a
+    meaning for a single read only. `units`: those that were read to the end.
     """
 
     reads: int
-    num_samples: int
-    fetched_bytes: int
-    seconds: float
-    busy_cores: float
-    wall_s: dict[str, float]
-    cpu_s: dict[str, float]
+    num_samples: int = 0
+    fetched_bytes: int = 0
+    seconds: float = 0.0
+    busy_cores: float = 0.0
+    wall_s: dict[str, float] = field(default_factory=_no_time)
+    cpu_s: dict[str, float] = field(default_factory=_no_time)
     units: int = 0
 
 
@@ -67,19 +68,18 @@ class Stages:
     """Measurements of one source: `alone` by one read, with transform and packing; `together` by many,
     without.
 
-    `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `written` (synced,
-    as a part of full shards) and `delivered` (onto `device`) are None where they could not be measured.
-    `workers`: the sampling processes of a worker, on `cores`.
+    `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `written`: the
+    packed samples, at the speed of the disk; `delivered`: onto `device`. `workers`: the sampling processes of
+    a worker, on `cores`.
     """
 
     list_s: float
     num_units: int | None
     is_listing: bool
-    has_transform: bool
     alone: Measurement
     together: Measurement
-    written: Throughput | None
-    delivered: Throughput | None
+    written: Throughput
+    delivered: Throughput
     device: str
     cores: int
     workers: int
@@ -122,9 +122,7 @@ class Stages:
             rates[stage] = self.cores * _rate(alone.num_samples, alone.cpu_s[stage])
         one_each = self.workers * _rate(alone.num_samples, alone.wall_s["transform"])
         rates["transform"] = min(rates["transform"], one_each)
-        for stage, done in (("write", self.written), ("transfer", self.delivered)):
-            rates[stage] = math.inf if done is None else done.samples_per_s
-        return rates
+        return rates | {"write": self.written.samples_per_s, "transfer": self.delivered.samples_per_s}
 
     @property
     def processor_per_s(self) -> float:
@@ -150,25 +148,25 @@ class Verdict:
     binds: str
     samples_per_s: float
     because: str
-    what_next: tuple[str, ...]
+    what_next: list[str]
 
 
 _SMALLER: Final = (
     "make samples smaller before they are cached: --resize, --crop, a transform that keeps uint8"
 )
-_PROCESSES: Final = "more processes: --workers above {workers}, where cores are free"
+_PROCESSES: Final = (
+    "more processes, where cores are free: --workers above {workers}, each reads 16 units at once"
+)
 _ADVICE: Final = {  # the reason, then what to do next
     "remote": (
         "reads wait for answers, and many at once bring more",
-        "more processes: --workers above {workers}, each reads up to 16 units at once",
-        "larger units (tars instead of small files), above all where it answers that there are too many requests",
-        "smaller units, where the source has fewer than are read at once; or run nearer to the data",
+        _PROCESSES,
+        "larger units (tars instead of small files), but no fewer than are read at once",
     ),
     "network": (
         "many reads at once bring hardly more than one: the bandwidth is used up, or the server",
         "fetch fewer bytes: smaller files, only the columns or windows that are needed",
-        "look for a limit on the way: the link, a proxy, the bucket's own; or run nearer to the data",
-        "look again while nothing else runs on this machine: other programs slow down reads, too",
+        "look for a limit on the way: other programs, the link, a proxy, the bucket; or run nearer to the data",
     ),
     "requests": (
         "asking for bytes keeps the processor busy",
@@ -177,20 +175,17 @@ _ADVICE: Final = {  # the reason, then what to do next
     ),
     "decode": (
         "decoding keeps the processor busy",
-        "images: --resize and --crop; large JPEGs are then unpacked at a part of their size",
-        "JPEGs: a faster decoder, pip install 'cachestream[jpeg]'",
+        "images: --resize and --crop unpack large JPEGs at a part of their size, cachestream[jpeg] faster",
         _PROCESSES,
     ),
     "transform": (
         "the transform keeps the processor busy, or waits and holds up its process",
         "move random augmentation to batch_transform, which works on whole batches while training",
-        "let it do less for each sample, or crop and resize while decoding (--resize, --crop)",
-        "more processes: --workers above {workers}, where cores are free or the transform waits",
+        _PROCESSES,
     ),
     "pack": (
         "packing samples into columns keeps the processor busy",
         _SMALLER,
-        "give samples fewer fields, with fixed shapes",
         "leave out the transform: sources of columns (Parquet, TFRecord) are then packed many at once",
     ),
     "disk": (
@@ -201,7 +196,7 @@ _ADVICE: Final = {  # the reason, then what to do next
     "transfer": (
         "batches are delivered more slowly than samples come",
         _SMALLER,
-        "give batches that are smaller in bytes; see 'cachestream bench CACHE' for the loader alone",
+        "see 'cachestream bench CACHE' for the loader alone",
     ),
 }  # fmt: skip
 
@@ -210,24 +205,18 @@ def judge(stages: Stages) -> Verdict:
     """The verdict on the stage that lets the fewest samples through."""
     rates, cpu_s = stages.rates, stages.alone.cpu_s
     busiest = max(cpu_s, key=lambda stage: cpu_s[stage]).replace("read", "requests")
-    limits = [
-        (stages.processor_per_s, busiest),
-        (rates["transform"], "transform"),
-        (rates["write"], "disk"),
-        (rates["transfer"], "transfer"),
-    ]
+    limits = [(stages.processor_per_s, busiest), (rates["transform"], "transform")]
+    limits += [(rates["write"], "disk"), (rates["transfer"], "transfer")]
     if not stages.remote_has_more:
         limits.append((rates["read"], "remote" if stages.more_reads_help else "network"))
     samples_per_s, binds = min(limits)
     because, *steps = _ADVICE[binds]
-    return Verdict(
-        binds, samples_per_s, because, tuple(step.format(workers=stages.workers) for step in steps)
-    )
+    return Verdict(binds, samples_per_s, because, [step.format(workers=stages.workers) for step in steps])
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Measurements of `source` (redacted), and the verdict on them; `notes` name what could not be measured.
+    """Measurements of `source` (redacted), and the verdict on them.
 
     `skipped` samples or units could not be used, the first because of `failure`.
     """
@@ -235,90 +224,63 @@ class Findings:
     source: str
     stages: Stages
     verdict: Verdict
-    notes: tuple[str, ...] = ()
     skipped: int = 0
     failure: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; None for what was not measured, or has no limit."""
+        """Plain values, for JSON; None for what has no limit."""
         return {
             "source": self.source,
             "verdict": asdict(self.verdict) | {"samples_per_s": _finite(self.verdict.samples_per_s)},
-            "samples_per_s": {name: _finite(rate) for name, _, rate, _ in self._rows() if name != "list"},
+            "samples_per_s": {name: _finite(rate) for name, rate in self.stages.rates.items()},
             "fill_samples_per_s": _finite(self.stages.fill_per_s),
             "stages": asdict(self.stages),
             "skipped": self.skipped,
             "failure": self.failure,
-            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
         """A table of 80 columns, and sentences."""
-        lines = [*self._head(), "", f"{'':10}{'ms a sample':>11}{'samples/s':>12}"]
-        for name, each_s, rate, note in self._rows():
-            bound = "> " if name == "read" and self.stages.remote_has_more else ""
+        stages, alone, written, verdict = self.stages, self.stages.alone, self.stages.written, self.verdict
+        units = "endless" if stages.num_units is None else f"{stages.num_units:,} units"
+        lines = [f"{self.source}: {units}{' and more' if stages.is_listing else ''}"]
+        each = f", {format_size(written.num_bytes / written.num_samples)} cached"
+        if alone.fetched_bytes:
+            each = f", {format_size(alone.fetched_bytes / alone.num_samples)} fetched for each{each}"
+        lines += _wrapped(f"{alone.num_samples:,} samples looked at one by one{each}")
+        lines += ["", f"{'':10}{'ms a sample':>11}{'samples/s':>12}"]
+        for name, each_s, note in self._rows():
+            rate = stages.rates.get(name, math.inf)
+            bound = "> " if name == "read" and stages.remote_has_more else ""
             shown = f"{bound}{_number(rate)}" if math.isfinite(rate) else ""
             lines.append(f"{name:10}{_number(1000 * each_s):>11}{shown:>12}  {note}")
-        return "\n".join([*lines, "", *self._sentences()])
-
-    def _head(self) -> list[str]:
-        alone, written, units = self.stages.alone, self.stages.written, self.stages.num_units
-        count = "endless" if units is None else f"{units:,} units"
-        count += " and more" if self.stages.is_listing else ""
-        looked = f"{alone.num_samples:,} samples looked at one by one"
-        if alone.fetched_bytes:
-            looked += f", {format_size(alone.fetched_bytes / alone.num_samples)} fetched for each"
-        if written is not None:
-            looked += f", {format_size(written.num_bytes / written.num_samples)} cached"
-        return [f"{self.source}: {count}", *textwrap.wrap(looked, _WIDTH)]
-
-    def _rows(self) -> Iterator[tuple[str, float, float, str]]:
-        """The name of each stage, its seconds a sample, its samples a second, and a note."""
-        stages, rates, alone = self.stages, self.stages.rates, self.stages.alone
-        yield "list", stages.list_s, math.inf, "once, before the first sample"
-        yield "read", stages.read_s / alone.num_samples, rates["read"], self._reading()
-        yield "decode", alone.cpu_s["decode"] / alone.num_samples, rates["decode"], f"cores: {stages.cores}"
-        if stages.has_transform:
-            each_s = alone.wall_s["transform"] / alone.num_samples
-            yield "transform", each_s, rates["transform"], f"sampling processes: {stages.workers}"
-        yield "pack", alone.cpu_s["pack"] / alone.num_samples, rates["pack"], f"cores: {stages.cores}"
-        onto = "no accelerator" if stages.device == "cpu" else f"onto {stages.device}"
-        for name, done, note in (
-            ("write", stages.written, "synced"),
-            ("transfer", stages.delivered, onto),
-        ):
-            if done is not None:
-                speed = format_size(done.bytes_per_s)
-                yield name, done.seconds / done.num_samples, rates[name], f"{speed}/s, {note}"
-
-    def _reading(self) -> str:
-        alone, run = self.stages.alone, self.stages.together
-        if not alone.fetched_bytes or not run.fetched_bytes:
-            return f"{run.reads} at once; the source does not tell bytes"
-        many, one = run.fetched_bytes / run.seconds, alone.fetched_bytes / max(self.stages.read_s, _LEAST_S)
-        return f"{format_size(many)}/s by {run.reads} at once; one alone {format_size(one)}/s"
-
-    def _sentences(self) -> Iterator[str]:
-        verdict, stages = self.verdict, self.stages
-        because, rate = verdict.because[0].upper() + verdict.because[1:], _number(verdict.samples_per_s)
-        yield from _wrapped(f"Verdict: {verdict.binds}. {because}; it lets {rate} samples/s through.")
-        steps = verdict.what_next
-        if stages.list_s >= _SLOW_LISTING_S:
-            steps += (
-                f"listing takes {stages.list_s:.0f} s before the first sample: a Manifest, or fewer files",
-            )
-        for step in steps:
-            yield from textwrap.wrap(step, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        yield ""
+        because, most = verdict.because[0].upper() + verdict.because[1:], _number(verdict.samples_per_s)
+        lines += ["", *_wrapped(f"Verdict: {verdict.binds}. {because}; it lets {most} samples/s through.")]
+        for step in verdict.what_next:
+            lines += textwrap.wrap(step, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
         fill, served = _number(stages.fill_per_s), _number(stages.rates["transfer"])
-        yield from _wrapped(
-            f"A cache fills with up to {fill} samples/s, and what is cached is served with up to {served}: a model that "
-            "takes fewer waits for its own compute."
-        )
-        for note in self.notes:
-            yield from _wrapped(note)
+        cached = f"A cache fills with up to {fill} samples/s, and is served with up to {served}."
+        lines += ["", *_wrapped(cached)]
         if self.skipped:
-            yield from _wrapped(f"{self.skipped:,} skipped, the first because: {self.failure}")
+            lines += _wrapped(f"{self.skipped:,} skipped, the first because: {self.failure}")
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, float, str]]:
+        """The name of each stage, its seconds a sample, and a note."""
+        stages, alone, run = self.stages, self.stages.alone, self.stages.together
+        yield "list", stages.list_s, "once, before the first sample"
+        note = f"{run.reads} at once; the source does not tell bytes"
+        if alone.fetched_bytes and run.fetched_bytes:
+            many, one = run.fetched_bytes / run.seconds, alone.fetched_bytes / max(stages.read_s, _LEAST_S)
+            note = f"{format_size(many)}/s by {run.reads} at once; one alone {format_size(one)}/s"
+        yield "read", stages.read_s / alone.num_samples, note
+        yield "decode", alone.cpu_s["decode"] / alone.num_samples, f"cores: {stages.cores}"
+        if wall_s := alone.wall_s["transform"]:
+            yield "transform", wall_s / alone.num_samples, f"sampling processes: {stages.workers}"
+        yield "pack", alone.cpu_s["pack"] / alone.num_samples, f"cores: {stages.cores}"
+        onto = "no accelerator" if stages.device == "cpu" else f"onto {stages.device}"
+        for name, done, how in (("write", stages.written, "synced"), ("transfer", stages.delivered, onto)):
+            yield name, 1 / done.samples_per_s, f"{format_size(done.bytes_per_s)}/s, {how}"
 
 
 def _wrapped(text: str) -> list[str]:
