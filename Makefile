@@ -63,7 +63,7 @@ e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, whi
 	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)
 
 soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, and planted faults
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o faulthandler_timeout=7300 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o timeout=1200 -o faulthandler_timeout=7300 $(PYTEST_ARGS)
 
 # In a copy of the package: what is built here must not be what the other targets run with.
 SANITIZED := build/sanitized
