@@ -1,4 +1,4 @@
-"""Every error cachestream raises: one class for each way a caller can react.
+"""The public errors: one class for each way a caller can react.
 
 A message says what happened, where, and what to do next. All of them pickle, because they cross
 process boundaries on their way from the sampling processes to the user.
@@ -22,7 +22,7 @@ class SourceError(CacheStreamError):
 class SampleError(SourceError):
     """Samples cannot be used: they are skipped and counted.
 
-    `lost` is their number where a unit breaks off after it has given others.
+    `lost`: the number of samples that are skipped; above 1 where a unit breaks off before its end.
     """
 
     lost: int = 1

@@ -102,11 +102,6 @@ STORAGE: Final[dict[str, tuple[str, np.dtype[Any]]]] = {
 BFLOAT16: Final = np.dtype([("bfloat16", "<u2")])
 
 
-def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
-    """The safetensors dtype and the numpy dtype that a field of torch dtype `dtype` is stored as."""
-    return STORAGE[dtype]
-
-
 @dataclass(frozen=True, slots=True)
 class Field:
     """A field of a sample.
@@ -133,8 +128,10 @@ class Field:
         return 0 if self.shape is None else math.prod(self.shape) * self.numpy_dtype.itemsize
 
     def merge(self, other: Field, *, widen: bool = False) -> Field:
-        """The field that covers both: of float64 for numbers of int64 and of float64, and of floats for all
-        integers and floats if `widen`. Raises SchemaMismatchError if there is none.
+        """The field that covers both: one number of int64 and one of float64 become float64.
+
+        With `widen`, integers of any shape take the other's dtype of floats. Raises SchemaMismatchError if
+        there is no such field.
         """
         for narrow, wide in ((self, other), (other, self)):
             if narrow.is_read_as(wide) or (widen and narrow.is_widened_to(wide)):
@@ -285,7 +282,7 @@ def span_array(spans: Iterable[Span]) -> IntArray:
 class ShardRow:
     """A published shard as eviction policies see it.
 
-    `size_bytes` is what the file occupies on disk; `uses` counts the epochs that drew from it;
+    `size_bytes` is what the file occupies on disk; `uses` counts the epochs of training that had it;
     `last_used` is the logical time (a counter of snapshots, not a clock) of its last use, or of
     its arrival.
     """

@@ -385,7 +385,10 @@ def diagnose(
     seconds: SecondsOption = 5.0,
     workers: WorkersOption = None,
     folder: Annotated[
-        str | None, typer.Option(help="A folder on the disk of the future cache; by default the system's.")
+        str | None,
+        typer.Option(
+            help="A folder on the disk of the future cache; default: the temporary, or current one."
+        ),
     ] = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,

@@ -19,7 +19,6 @@ from cachestream.cli.display import describe_duration
 from cachestream.config import format_size
 from cachestream.dashboard.readings import INTERVAL_S, USES, CacheWatch, Reading, verdict
 from cachestream.storage.status import CacheStatus
-from cachestream.storage.telemetry import EPOCHS_REPORTED
 
 # Okabe and Ito's palette, for people with colour blindness, too; light enough for a dark page.
 _BLUE, _ORANGE, _GREEN, _PINK = "#3D8FCC", "#E0711F", "#0FA67E", "#CC79A7"
@@ -146,7 +145,7 @@ class _Panel:
         status, freshness = reading.status, reading.freshness
         if status is not None and status.loaders:
             training = max(status.loaders, key=lambda one: one.samples)  # others may measure, on a split
-            lengths = training.epochs[-EPOCHS_REPORTED:]
+            lengths = training.epochs
             self._epochs.data = {"epoch": [one[0] for one in lengths], "samples": [one[1] for one in lengths]}
         if freshness is not None:
             self._uses.data = {"uses": _use_names(), "samples": list(freshness.by_uses)}

@@ -112,9 +112,11 @@ def verdict(reading: Reading) -> str:
     if waits < _WAITS:
         return f"The model is the bottleneck: the trainer waits for data {waits:.1%} of its time."
     waiting = f"The trainer waits for data {waits:.0%} of its time"
-    if status.worker is None or status.fill_state in ("complete", "full"):
-        why = "so reading it, or the batch_transform, is the bottleneck"
+    why = "so reading it, or the batch_transform, is the bottleneck"
+    if status.fill_state in ("complete", "full"):
         return f"{waiting}: the cache is {status.fill_state}, {why}."
+    if status.worker is None:
+        return f"{waiting}: nobody fills the cache, {why}."
     return f"{waiting}, while the cache fills: {stage or 'the filling begins'}."
 
 

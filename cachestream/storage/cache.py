@@ -377,7 +377,7 @@ class Cache:
     def clear(self) -> None:
         """Remove all samples, the quarantine, and the progress of the filling; settings stay.
 
-        Raises CacheError while a worker runs, or while epochs hold shards.
+        Raises CacheError while a worker runs, or while epochs hold shards; all other shards are gone then.
         """
         directory = self.directory
         busy = CacheError(f"a worker is filling {self.path}; stop it first ('cachestream stop CACHE')")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,6 +48,8 @@ def chosen_by(policy: EvictionFunction, rows: Sequence[ShardRow]) -> list[ShardR
     by_id = {row.id: row for row in rows}
     try:
         answer = policy(tuple(rows))
+        if isinstance(answer, Iterator):
+            answer = list(answer)  # the body of a generator fails here, too
     except Exception as error:
         raise ConfigError(f"the eviction function failed: {type(error).__name__}: {error}") from error
     wanted = "return some of the rows it gets, or their ids, first to go first"
@@ -142,17 +144,24 @@ def add_what_was_left(share_bytes: int, left_bytes: int, replaced_bytes: int) ->
 
 
 def leave_out(
-    ids: IntArray, sizes: IntArray, uses: IntArray, counts: IntArray, leave_bytes: int, min_samples: int = 0
+    ids: IntArray,
+    sizes: IntArray,
+    uses: IntArray,
+    counts: IntArray,
+    leave_bytes: int,
+    min_samples: int = 0,
+    kept_samples: int = 0,
 ) -> IntArray:
     """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
 
     `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
-    are selected, and not so many that fewer than `min_samples` remain, or none.
+    are selected, and not so many that fewer than `min_samples` remain, or none, with the `kept_samples` of the
+    shards that may not be evicted.
     """
     used = np.flatnonzero(uses)
     if leave_bytes <= 0 or not len(used):
         return np.empty(0, np.int64)
     enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
-    spare_samples = int(counts.sum()) - max(1, min_samples)
+    spare_samples = int(counts.sum()) + kept_samples - max(1, min_samples)
     spare = int(np.searchsorted(np.cumsum(counts[used]), spare_samples, side="right"))
     return ids[used[: min(enough, spare)]]

@@ -108,7 +108,10 @@ class Leases:
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
-            raise EpochError(f"{path}: the new lease was taken away at once; is another cache cleaning up?")
+            raise EpochError(
+                f"{path} could not be made within {_CREATE_TIMEOUT_S:.0f} s, because other processes of this cache "
+                "locked or removed it; try again"
+            )
         try:
             file.write(ranges.astype(np.int64).tobytes())
         except BaseException:

@@ -1,4 +1,4 @@
-"""Errors of the system and of SQLite, translated to errors with advice. No other module knows their codes."""
+"""Errors of the system and of SQLite, translated to errors with advice."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ class PassRow:
     """One pass over the remote.
 
     `plan` (JSON) gives the order of units; positions below `next_position` are claimed. `evicted_before` is
-    the number of shards that were ever evicted when the pass began.
+    the number of shards that were ever evicted when the pass began; -1 for a pass that was restored from its
+    shards, of which that is unknown.
     """
 
     id: int
@@ -35,7 +36,9 @@ class PassRow:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A position that was being read when its process died, and the weight of those deaths."""
+    """A position that was being read when processes died; `deaths` is the sum of these deaths' weights
+    (`worker/health.py`).
+    """
 
     position: int
     deaths: int

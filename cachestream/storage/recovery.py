@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -127,7 +126,6 @@ def _enter_shards(directory: Directory, tables: Tables) -> None:
             move_aside(directory, path, int(tables.meta("size_limit")))
             tables.add("quarantined", 1)
     tables.set_meta("last_shard_id", last_id)
-    tables.set_meta("rebuilt", time.time())
 
 
 def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Schema, int]) -> None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from cachestream.config import format_size, parse_size
-from cachestream.errors import CacheLockedError, ConfigError
+from cachestream.errors import ConfigError
 from cachestream.linux import open_private
 from cachestream.schema import Split, check_holdout, check_split
 from cachestream.storage.layout import free_bytes, replace_file
 from cachestream.storage.locks import locked
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.os_errors import lock_timeout, translated_disk_errors
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -48,10 +48,8 @@ def parse_limit(size_limit: int | str) -> int:
 
 def opening_lock(directory: Directory) -> AbstractContextManager[None]:
     """Keep other processes from making the catalogue and from changing settings."""
-    error = CacheLockedError(
-        f"{directory.root} is being opened by another process for {_OPEN_TIMEOUT_S:.0f} s"
-    )
-    return locked(directory.opening_lock, _OPEN_TIMEOUT_S, error)
+    path = directory.opening_lock
+    return locked(path, _OPEN_TIMEOUT_S, lock_timeout(path, _OPEN_TIMEOUT_S))
 
 
 def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping[str, Any]) -> None:
@@ -94,8 +92,10 @@ def initial_settings(directory: Directory) -> dict[str, Any]:
 
 
 def _stored(catalogue: Catalogue) -> dict[str, Any]:
+    """The settings in the catalogue; None for one whose key was lost by a bit flip."""
     with catalogue.reading() as tables:
-        return _selected(tables.all_meta())
+        values = tables.all_meta()
+    return _selected(dict.fromkeys(_KEYS) | values)
 
 
 def _selected(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,6 +152,9 @@ class ShardColumns(Mapping[str, npt.NDArray[Any]]):
             raise ConfigError(f"the samples have no field {name!r}: they have {sorted(self._fields)}")
         return self._fields[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 

@@ -236,7 +236,9 @@ def _shards_to_leave(
         if share_bytes and _note_waits(tables) and is_whole:
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
             share_bytes = add_what_was_left(share_bytes, left_bytes, sum(tables.reserved_bytes()))
-    return leave_out(ids, sizes, uses, counts, surplus_bytes + share_bytes, request.min_samples)
+    kept_samples = int(cached.counts.sum() - counts.sum())
+    leave_bytes = surplus_bytes + share_bytes
+    return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples, kept_samples)
 
 
 def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:
@@ -262,7 +264,7 @@ def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: 
     row = tables.last_pass()
     if row is None:
         return 0
-    lost = len(tables.passes()) > 1 or int(tables.meta("evicted_shards", 0)) > 0
+    lost = len(tables.passes()) > 1 or int(tables.meta("evicted_shards", 0)) > row.evicted_before
     filling = PassProgress(tables.positions_done(row), row.length, tables.totals()[2], lost)
     return bytes_to_leave(room, turnover, filling, largest_bytes)
 

@@ -68,7 +68,8 @@ class CacheStatus:
     """A cache at one moment.
 
     `size_bytes` is the disk usage of the whole directory. `evicted_unused_samples` were evicted before an
-    epoch used them, which only a lower limit, `min_free` and `evict` do. `fill_state` is "filling",
+    epoch used them: by a lower limit, `min_free`, `evict` or `clear`, or for a listing, a drawn order or a
+    shard that is brought back. `fill_state` is "filling",
     "complete", "full", "stopped", "failed" or "none"; `fill_message` gives its reason, or what the filling
     waits for, and `epoch_waits` counts how often that was the next epoch. `pass_number` counts passes over
     the remote from 1 (0: none yet). `pass_done` is the share of its units that are done, or None for an

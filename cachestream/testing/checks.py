@@ -36,7 +36,7 @@ _ROUNDS: Final = 4
 _WIND_DOWN_S: Final = 5.0
 _CACHE_LIMIT: Final = "2GB"
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
-# Beginnings of what connections that stay open for the next read are.
+# What descriptors in /proc/self/fd that may stay open between reads link to, by its beginning.
 _POOLED: Final = ("socket:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
 
 Samples = list[tuple[str, Table]]
@@ -101,8 +101,7 @@ class SourceChecks:
         first = self.subject.fingerprint
         again = self.make().fingerprint
         expect(again == first, f"the fingerprint changed from {first!r} when the source was made again")
-        made = self.subject if is_source(self.source) else self.source
-        other = fingerprint_elsewhere(made, self.timeout_s)
+        other = fingerprint_elsewhere(self.source, self.timeout_s)
         expect(
             other == first,
             f"the fingerprint is {first!r} here and {other!r} in another process: use no hash(), id() or time",
@@ -171,7 +170,7 @@ class SourceChecks:
     def _abandon_all(self) -> None:
         """Read the first sample of each unit, and abandon the rest."""
         for unit in self.units(self.subject):
-            samples = self.subject.read(unit, rng_of(unit))
+            samples = self.subject.read(unit, keyed_generator(unit))
             with suppress(SampleError):
                 next(samples, None)
             close = getattr(samples, "close", None)
@@ -184,7 +183,7 @@ class SourceChecks:
         for unit in [-1] + ([] if source.num_units is None else [source.num_units]):
             found, cause = f"read({unit}) of {source.num_units} units", None
             try:
-                found += f" gave {len(list(source.read(unit, rng_of(0))))} samples"
+                found += f" gave {len(list(source.read(unit, keyed_generator(0))))} samples"
             except (CacheStreamError, IndexError) as error:
                 self.expect_no_secret(f"the error of read({unit})", f"{error} {error!r}")
                 continue
@@ -200,7 +199,7 @@ class SourceChecks:
         for unit in self.units(source):
             found: Samples = []
             with suppress(SampleError):
-                for item in source.read_rows(unit, rng_of(unit)):
+                for item in source.read_rows(unit, keyed_generator(unit)):
                     if isinstance(item, Rows):
                         stored = to_table(item).schema
                         samples = list(item.samples)
@@ -229,8 +228,8 @@ class SourceChecks:
         lost = [unit for unit in units if expected[unit] and not came[unit]]
         expect(not lost, f"units {lost} gave samples here, and none in the worker's processes")
         for unit in units if self.transform is None else ():  # that may drop some
-            whole = came[unit] == list(range(len(came[unit])))
-            expect(whole, f"of unit {unit} only the samples {came[unit]} came")
+            whole = came[unit] == list(range(len(expected[unit])))
+            expect(whole, f"of the {len(expected[unit])} samples of unit {unit} only {came[unit]} came")
 
     def _fill(self, path: str, source: NumberedSource) -> list[tuple[int, int]]:
         """Fill a new cache; the unit and the place in it of every sample that came."""
@@ -274,7 +273,7 @@ class SourceChecks:
         samples: Samples = []
         try:
             item: Any
-            for item in source.read(unit, rng_of(unit)):
+            for item in source.read(unit, keyed_generator(unit)):
                 is_pair = isinstance(item, tuple) and len(item) == 2
                 expect(is_pair, f"read({unit}) yielded {item!r}, not (key, sample)")
                 record = to_record(item[1]) if untransformed else self.record(unit, item[1])
@@ -365,7 +364,7 @@ class NumberedSource:
 
 def cached_keys(cache: Cache) -> Iterator[str]:
     """The keys of all samples in published shards, in the order they were published."""
-    folder = os.path.join(cache.path, "shards")
+    folder = cache.directory.shards
     for name in sorted(os.listdir(folder)):
         with closing(MappedShard(os.path.join(folder, name))) as shard:
             yield from shard.keys()
@@ -424,7 +423,3 @@ def expect(kept: bool, message: str) -> None:
 
 def is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
-
-
-def rng_of(unit: int) -> np.random.Generator:
-    return keyed_generator(unit)

@@ -180,7 +180,7 @@ def memcpy_bytes_per_s() -> float:
     return _COPY_BYTES / best_s
 
 
-def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float = _DISK_S) -> float | None:
+def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float) -> float | None:
     """Bytes a second of random reads of the shards from the disk itself, `block_bytes` (a multiple of 4096),
     16 at once.
 

@@ -396,7 +396,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _advice(forecast: Forecast, stages: Stages | None = None) -> list[str]:
+def _advice(forecast: Forecast, stages: Stages | None) -> list[str]:
     """Changes of `size_limit`, `turnover` and `num_workers` that would be better, a sentence each."""
     setup, found = forecast.setup, []
     whole_bytes = setup.num_samples * setup.cached_bytes + HEADROOM_BYTES

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +158,7 @@ class _Restorer:
     def __init__(self, cache: Cache, source: Source) -> None:
         self._cache = cache
         self._fingerprint = source.fingerprint
-        self._owner = Owner(cache.directory, f"refetch-{secrets.token_hex(6)}")
+        self._owner = Owner.temporary(cache.directory, "refetch")
         self._publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, self._owner.name)
         self._lease: Lease | None = None
         self._ids: list[int] = []

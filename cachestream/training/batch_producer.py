@@ -1,7 +1,8 @@
 """The work of the gathering thread on a segment: its batches are read, transformed, sent and queued in order.
 
-Where batches are transformed, two more threads do that. Torch's own threads do not share a copy: where other
-processes or the trainer's kernels use the cores, each call would wait until its second thread is scheduled.
+With a `batch_transform`, up to two more threads copy and transform the batches. Each of these threads uses one
+thread of torch: where other processes or the trainer's kernels use the cores, a copy that torch divides would
+wait until its second thread is scheduled.
 """
 
 from __future__ import annotations
@@ -221,8 +222,8 @@ class _ReadBatches(NamedTuple):
 class _SegmentReader:
     """Reads the batches of `segment` for this rank, in order, without the samples of damaged shards.
 
-    Once all shards are mapped, `prefetcher` gathers them, or `gatherer` if it is None. `on_damage(shard id,
-    error)` is called for each damaged shard.
+    `gatherer` gathers the batches; once all shards are mapped, `prefetcher` does, if it is not None.
+    `on_damage(shard id, error)` is called for each damaged shard.
     """
 
     def __init__(

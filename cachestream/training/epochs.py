@@ -302,9 +302,9 @@ class EpochSequence:
     @property
     def epoch(self) -> int:
         """The running epoch, otherwise the next one."""
-        if self._wanted_epoch is not None:
-            return self._wanted_epoch
-        return self._next_request.epoch if self._running is None else self._running.epoch
+        if self._running is not None:
+            return self._running.epoch
+        return self._next_request.epoch if self._wanted_epoch is None else self._wanted_epoch
 
     @property
     def batches_done(self) -> int | None:

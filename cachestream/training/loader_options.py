@@ -84,7 +84,10 @@ class LoaderOptions:
         return {name: getattr(self, name) for name in names} | split | tokens
 
     def checked(self, replay: str | os.PathLike[str] | None) -> LoaderOptions:
-        """These options with plain numbers, and those of the manifests at `replay`; raises ConfigError."""
+        """These options with plain numbers, and with the manifests at `replay`, which say what is drawn.
+
+        Raises ConfigError for wrong options, and for those that do not go together.
+        """
         counts: dict[str, int] = {"batch_size": check_count("batch_size", self.batch_size)}
         for name in ("epoch_size", "min_samples", "locality"):
             value = getattr(self, name)
@@ -129,10 +132,12 @@ def make_weights(weights: object) -> KeyWeights | None:
 
 
 def warn_without_weights(cache: Cache, options: LoaderOptions) -> None:
-    """Warn of a loader to train with that does not weigh what the cache evicts by weight."""
+    """Warn of a loader to train with that has no weights, over a cache that evicts by weight."""
     trains = options.replay is None and (options.split is None or not options.split.held_out)
     if trains and options.weights is None and cache.eviction == "least-weight":
-        words = "%s evicts by weight, and this loader has no weights (weights=True): they count as average"
+        words = (
+            "%s evicts by weight, and this loader has none: its shards count as average; give weights=True"
+        )
         logger.warning(words, cache.path)
 
 

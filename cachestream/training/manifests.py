@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "cachestream epoch"
 _VERSION: Final = 1
-_NAME: Final = re.compile(r"epoch-([0-9]{6,})\.json")
+_NAME: Final = re.compile(r"epoch-([0-9]{6,})(\.rank[0-9]+)?\.json")  # the first rank of a cache, if not 0
 _COUNTS: Final = ("index", "done", "batches", "samples", "batch_size", "ranks")  # of a segment
 _CLOSE_S: Final = 30.0
 
@@ -77,7 +77,7 @@ class RecordedSegment:
         return self.record.cut(0, stop=self.samples)
 
     def batches_for(self, batch_size: int, ranks: int) -> int:
-        """The number of batches that a replay gives each of `ranks`: whole ones, or a batch sampler's."""
+        """The number of batches that a replay gives each of `ranks`, with a smaller last one."""
         bounds = rebuild(self.drawn())[1]
         if bounds is not None and len(bounds) > 1:
             return (len(bounds) - 1) // ranks
@@ -275,7 +275,7 @@ class Replay:
             self.epochs = [self._load(path).epoch]
             return
         names = [_NAME.fullmatch(name) for name in os.listdir(path)]
-        self.epochs = sorted(int(match[1]) for match in names if match is not None)
+        self.epochs = sorted({int(match[1]) for match in names if match is not None})
         if not self.epochs:
             raise ConfigError(
                 f"replay={path!r} holds no manifests (epoch-000000.json, …); EpochLoader(record=…) writes them"

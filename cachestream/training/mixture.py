@@ -111,24 +111,26 @@ def apportion(weights: Floats, batch: int, count: int) -> Numbers:
     """The source at each of `count` positions, in batches of `batch`, int16 `[count]`.
 
     Row k of `weights` `[steps, sources]`, which need not sum to 1, holds for batch k; the last one also for
-    all that follow. Every batch takes, of the samples that are due at all by its end, those that have to come
-    first. So they also alternate within a batch.
+    all that follow. Every batch takes, of the samples released by its end, those with the earliest
+    deadlines. So the sources also alternate within a batch.
     """
     steps, sources = -(-count // batch), weights.shape[1]
     rows = weights[np.minimum(np.arange(steps), len(weights) - 1)]
     shares = batch * rows / rows.sum(axis=1, keepdims=True)
     ends = np.concatenate([np.zeros((1, sources)), np.cumsum(shares, axis=0)])
     slack = 1 / max(2, 2 * sources - 2)
-    due = np.maximum(0, np.floor(ends[1:] - slack + _ROUNDING).astype(np.int64) + 1)
+    released = np.maximum(0, np.floor(ends[1:] - slack + _ROUNDING).astype(np.int64) + 1)
     times = np.arange(steps + 2)
     deadlines = [
-        np.interp(np.arange(due[-1:, i].sum()) + 1 - slack, np.append(ends[:, i], ends[-1, i] + 1), times)
+        np.interp(
+            np.arange(released[-1:, i].sum()) + 1 - slack, np.append(ends[:, i], ends[-1, i] + 1), times
+        )
         for i in range(sources)
     ]
     drawn = np.empty(steps * batch, np.int16)
     done = np.zeros(sources, np.int64)
     for step in range(steps):
-        waiting = [deadlines[i][done[i] : due[step, i]] for i in range(sources)]
+        waiting = [deadlines[i][done[i] : released[step, i]] for i in range(sources)]
         owners = np.repeat(np.arange(sources), [len(part) for part in waiting])
         taken = owners[np.argsort(np.concatenate(waiting), kind="stable")[:batch]]
         drawn[step * batch : (step + 1) * batch] = taken

@@ -29,7 +29,7 @@ from cachestream.training.batches.transfer import make_transfer
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_job, find_ranks, warn_if_early
 from cachestream.training.rendezvous import Cancelled
-from cachestream.training.schedule import Schedule
+from cachestream.training.schedule import CLOSED, Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ class Pipeline:
         """Start the threads, once. Raises EpochError in a forked child."""
         check_process(self._pid)
         if self._closed.is_set():
-            raise EpochError("this EpochLoader is closed; make a new one")
+            raise EpochError(CLOSED)
         new = [thread for thread in self._threads if thread.ident is None]
         if not new:
             return

@@ -299,25 +299,23 @@ class OrderRecord:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> OrderRecord:
-        """The record of a state; raises ConfigError for a value that `to_state` did not return."""
-        try:
-            return cls(
-                shard_ids=np.array(state["shards"], np.int64),
-                counts=np.array(state["counts"], np.int64),
-                kind=state["kind"],
-                drawn=int(state["drawn"]),
-                key=int(state["key"]),
-                listed=_integers(state.get("listed")),
-                bounds=_integers(state.get("bounds")),
-                cuts=tuple(OrderCut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
-                local=_window_and_run(state.get("local")),
-                split=state.get("split"),
-                selected=_integers(state.get("selected")),
-            )
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"this is no state of an EpochLoader ({error!r}); pass what state_dict() gave"
-            ) from error
+        """The record of a state.
+
+        Raises KeyError, IndexError, TypeError or ValueError for a value that `to_state` did not return.
+        """
+        return cls(
+            shard_ids=np.array(state["shards"], np.int64),
+            counts=np.array(state["counts"], np.int64),
+            kind=state["kind"],
+            drawn=int(state["drawn"]),
+            key=int(state["key"]),
+            listed=_integers(state.get("listed")),
+            bounds=_integers(state.get("bounds")),
+            cuts=tuple(OrderCut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
+            local=_window_and_run(state.get("local")),
+            split=state.get("split"),
+            selected=_integers(state.get("selected")),
+        )
 
 
 def _integers(values: list[int] | None) -> IntArray | None:

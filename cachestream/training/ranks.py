@@ -211,7 +211,7 @@ class StoreRanks(Ranks):
         have = "has" if len(late) == 1 else "have"
         return (
             f"{names} {have} not {done} within {deadline_s:.3g} s: dead, or stuck? See the log of that process; "
-            "every rank must iterate its EpochLoader"
+            "every rank must call cs.stream, or iterate its EpochLoader"
         )
 
 

@@ -104,21 +104,21 @@ def meet_at(
             address |= {"host": socket.gethostname(), "port": store.port}
         return StoreConnection(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
     mine = secrets.token_hex(8)
-    exchange.call(lambda asked: asked.set(f"ask/{rank}", mine))
-    exchange.call(lambda asked: asked.add("asked", 1))
+    exchange.call(lambda store: store.set(f"ask/{rank}", mine))
+    exchange.call(lambda store: store.add("asked", 1))
     alive = None if store is None else StoreConnection(store)
     pause_s, most_s = PAUSES_S
     while True:
         if alive is not None:
             alive.call(lambda store: store.check([mine]))
-        if exchange.call(lambda asked: asked.check([f"answer/{rank}"])):
-            answer = json.loads(exchange.call(lambda asked: asked.get(f"answer/{rank}")))
+        if exchange.call(lambda store: store.check([f"answer/{rank}"])):
+            answer = json.loads(exchange.call(lambda store: store.get(f"answer/{rank}")))
             if answer["to"] == mine:
                 return StoreConnection(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
         if time.monotonic() > give_up:
             raise RankMismatchError(
                 f"rank 0 has not come to {where} within {deadline_s:.3g} s: dead, or stuck? "
-                "Every rank must make and iterate the same loaders"
+                "Every rank must call cs.stream, or make and iterate the same loaders"
             )
         if closed.wait(pause_s):
             raise Cancelled
@@ -148,10 +148,10 @@ def _answerer(exchange: StoreConnection, address: dict[str, Any], size: int) -> 
         for rank in range(1, size):
             if not store.check([f"ask/{rank}"]):
                 continue
-            number = store.get(f"ask/{rank}").decode()
-            if answered.get(rank) != number:
-                store.set(f"answer/{rank}", json.dumps({**address, "to": number}))
-                answered[rank] = number
+            token = store.get(f"ask/{rank}").decode()
+            if answered.get(rank) != token:
+                store.set(f"answer/{rank}", json.dumps({**address, "to": token}))
+                answered[rank] = token
 
     return lambda: exchange.call(answer)
 

@@ -72,7 +72,7 @@ class Pace:
         return (batches - gathered + waiting) * self._estimate_s <= max(_LEAST_AHEAD_S, ahead_s)
 
 
-_CLOSED: Final = "this EpochLoader is closed; make a new one"
+CLOSED: Final = "this EpochLoader is closed; make a new one"
 _WATCH_S: Final = 0.5
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
@@ -158,7 +158,7 @@ class Schedule:
         """The error for a trainer that got no batch of `epoch` within `timeout_s`."""
         with self._lock:
             return EpochError(
-                _CLOSED
+                CLOSED
                 if self._stopped
                 else f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: "
                 f"{self.activity['prepare']}; gathering: {self.activity['gather']}; {self._num_waiting()} batches are "
@@ -207,7 +207,7 @@ class Schedule:
 
     # --- the thread that prepares
 
-    def wait_request(self, ahead_s: float, timeout_s: float | None) -> tuple[Request, bool] | None:
+    def wait_request(self, ahead_s: float, timeout_s: float) -> tuple[Request, bool] | None:
         """The next request, and whether it is due; None once stopped. Waits `timeout_s` for it to be due.
 
         A request is due when the gathering thread waits for it, or the rest of the running segment lasts no

@@ -95,7 +95,7 @@ class Request:
             }
             drawn = int(values["drawn_by_all"])
             return cls(0, epoch, int(values["index"]), done, drawn, None, records, first_step)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(

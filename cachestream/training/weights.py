@@ -152,7 +152,7 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
 def _bytes(key: str) -> bytes:
     if not isinstance(key, str):
         raise ConfigError(
-            f"weights go by the samples' keys, which are str, and {key!r} is none: batches have them with with_keys=True"
+            f"the keys of weights are str, not {key!r}: take them from a batch, as batch['__key__']"
         )
     return key.encode("utf-8", "surrogatepass")
 

@@ -230,7 +230,7 @@ def open_store(
     path = listings.next if is_next else listings.current
     known = StoredNames(path)
     mark = known.look() or Mark(f"{_PREFIX}-{secrets.token_hex(6)}", source.fingerprint)
-    owner = Owner(cache.directory, f"listing-{secrets.token_hex(6)}")
+    owner = Owner.temporary(cache.directory, "listing")
     try:
         with translated_disk_errors(cache.directory.worker, "storing the names that are listed"):
             writer = NamesWriter(path, mark)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -208,7 +207,7 @@ def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
 def _save_order(cache: Cache, plan: PassPlan, drawn: IntArray) -> None:
     """Write the order that was drawn, within the limit of the cache."""
     path = order_file(cache.directory, plan)
-    owner = Owner(cache.directory, f"order-{secrets.token_hex(6)}")
+    owner = Owner.temporary(cache.directory, "order")
     try:
         size_bytes = disk_footprint(drawn.nbytes + 4096)
         reserved = cache.reservations.reserve(size_bytes, owner.name, spare_unused=False)

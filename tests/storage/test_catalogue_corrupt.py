@@ -30,6 +30,7 @@ WRONG = {
     "a shard's size": "UPDATE shards SET size_bytes = 8192 WHERE id = 2",
     "a shard's size, upwards": "UPDATE shards SET size_bytes = size_bytes + 1073741824 WHERE id = 2",
     "the limit": "UPDATE meta SET value = value + 8388608 WHERE key = 'size_limit'",
+    "the name of the limit": "UPDATE meta SET key = 'size_limiu' WHERE key = 'size_limit'",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,17 @@ def test_nonsense_from_a_function_is_refused_and_says_what_is_wanted(answer: Any
         chosen_by(lambda _: answer, ROWS)
 
 
-def test_a_function_that_raises_is_named_and_its_error_kept() -> None:
-    def policy(rows: Sequence[ShardRow]) -> list[int]:
-        raise KeyError("epoch")
+def raises(rows: Sequence[ShardRow]) -> list[int]:
+    raise KeyError("epoch")
 
+
+def raises_on_its_way(rows: Sequence[ShardRow]) -> Iterator[ShardRow]:
+    yield rows[0]
+    raise KeyError("epoch")
+
+
+@pytest.mark.parametrize("policy", [raises, raises_on_its_way])
+def test_a_function_that_raises_is_named_and_its_error_kept(policy: Any) -> None:
     with pytest.raises(ConfigError, match="the eviction function failed: KeyError: 'epoch'") as caught:
         chosen_by(policy, ROWS)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -326,6 +333,46 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
                 left = [set(shard_ids(cache)) - set(taken.shard_ids.tolist()) for taken, _ in held]
                 assert len(left[0] & left[1]) * 80_000 > 0.2 * cache.size_limit, f"turn {turn}: {left}"
     for _, lease in held:
+        lease.release()
+
+
+def oldest(rows: Sequence[ShardRow]) -> Sequence[ShardRow]:
+    """Allow the eviction of one shard only."""
+    return rows[:1]
+
+
+def test_the_one_shard_that_a_function_gives_up_is_left_to_the_filling(
+    make_cache: Callable[..., Cache],
+) -> None:
+    cache = make_cache("1MB", eviction=oldest)
+    fill_up(cache)
+    use_all(cache)
+    begin_filling(cache)
+    with worker_runs(cache):
+        snapshot, lease = cache.take_snapshot(turnover=0.25)
+        assert set(shard_ids(cache)) - set(snapshot.shard_ids.tolist()) == {shard_ids(cache)[0]}
+        lease.release()
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_after_a_clearing_nothing_is_left_out_where_the_rest_of_the_remote_fits(
+    make_cache: Callable[..., Cache], is_cleared: bool
+) -> None:
+    cache = make_cache("2MB")
+    if is_cleared:
+        publish(cache, content(0))
+        cache.clear()
+    for first in range(0, 27, 3):
+        publish(cache, content(first, size_bytes=160_000))
+    use_all(cache)
+    with cache.catalogue.transaction() as tables:
+        tables.insert_pass("{}", 20, int(tables.meta("evicted_shards", 0)))
+        tables.execute("UPDATE passes SET next_position = 19")
+        tables.set_meta("fill_state", "filling")
+    assert 90_000 < cache.reservations.room().free_bytes < 0.25 * cache.size_limit
+    with worker_runs(cache):
+        snapshot, lease = cache.take_snapshot(turnover=0.25)
+        assert len(snapshot.shard_ids) == 9
         lease.release()
 
 

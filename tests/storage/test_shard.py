@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from cachestream.errors import CacheError, CorruptShardError
-from cachestream.schema import storage_of
+from cachestream.schema import STORAGE
 from cachestream.shard_format import ShardContent, encode_header
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.sampling.encode import to_record
@@ -286,4 +286,4 @@ def test_a_number_of_samples_that_is_not_the_columns_is_refused(tmp_path: Path, 
 
 def test_shards_lie_where_their_number_says() -> None:
     assert shard_path("/c", 42) == "/c/shards/000000000042.safetensors"
-    assert storage_of("complex128") == ("F64", np.dtype("<f8"))
+    assert STORAGE["complex128"] == ("F64", np.dtype("<f8"))

@@ -117,7 +117,7 @@ def test_a_record_of_it_makes_the_same_order_again() -> None:
     orders = [rebuild(r)[0] for r in (record, again)]
     assert orders[0].size == 57
     assert np.array_equal(orders[0].at(np.arange(57)), orders[1].at(np.arange(57)))
-    with pytest.raises(ConfigError, match="no state"):
+    with pytest.raises(ValueError, match="a window of 0 samples"):
         OrderRecord.from_state(record.to_state() | {"local": [0, 4]})
 
 

@@ -51,6 +51,15 @@ def test_an_epoch_has_exactly_the_samples_where_the_condition_holds(new_cache: N
         assert dataset.keys() == [f"k{n}" for n in range(0, 60, 3)]
 
 
+def test_a_condition_may_ask_for_a_field_that_only_some_caches_have(new_cache: NewCache) -> None:
+    def condition(columns: ShardColumns) -> Any:
+        assert "number" in columns
+        return columns["label"] > 0 if "label" in columns else thirds(columns)
+
+    with new_cache(2, 12).snapshot(where=condition) as dataset:
+        assert dataset[:]["number"].tolist() == list(range(0, 24, 3))
+
+
 def test_each_shard_is_evaluated_once_and_new_ones_when_they_come(new_cache: NewCache) -> None:
     cache, condition = new_cache(3, 12), Counted()
     with EpochLoader(cache, 2, where=condition) as loader:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Final
 
 from cachestream.config import format_size
-from cachestream.errors import CacheFullError, ConfigError, SourceError
+from cachestream.errors import CacheFullError, SourceError
 from cachestream.sources.base import Source, as_incremental
 from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.cache import Cache
@@ -27,7 +26,7 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.tools.bench import measure_loader
-from cachestream.tools.diagnose.machine import synced_bytes_per_s
+from cachestream.tools.diagnose.machine import existing_folder, synced_bytes_per_s
 from cachestream.tools.diagnose.probe import SHARD_BYTES, Probe, Transform
 from cachestream.tools.diagnose.stages import Findings, Stages, Throughput, judge
 from cachestream.training.batches.transfer import accelerator
@@ -66,8 +65,7 @@ def diagnose(
     """
     cores = len(os.sched_getaffinity(0))
     workers = min(4, cores) if workers is None else workers
-    if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(f"--folder {folder!r}: no such folder; give one on the disk of the cache to be")
+    place = existing_folder(folder or tempfile.gettempdir())
     on_progress("listing")
     begun_s = time.perf_counter()
     source, transform = apply_packing(open_it(), transform)
@@ -93,7 +91,6 @@ def diagnose(
     reads = min(_READS * workers, most)
     on_progress(f"reading {reads} units at once, for {seconds / 2:.3g} s")
     together = probe.run(seconds / 2, reads)
-    place = folder or tempfile.gettempdir()
     on_progress(f"writing into a temporary folder in {place}, and loading from there")
     device = accelerator() or "cpu"
     stored = _store(packer, place, device)
@@ -118,13 +115,10 @@ def _store(packer: Packer, place: str, device: str) -> tuple[Throughput, Through
 
 def _fill(cache: Cache, packer: Packer) -> None:
     """Publish `packer`, several times if it is small: an epoch of a few samples says little of the loader."""
-    owner = Owner(cache.directory, f"diagnose-{secrets.token_hex(6)}")
-    try:
+    with Owner.temporary(cache.directory, "diagnose") as owner:
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
         repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
         if publisher.publish([packer.content({})] * repeats, [], UnitProgress(0)) is None:
             raise CacheFullError(
                 f"no space for {format_size(packer.size_bytes)} in {cache.path}; try --folder"
             )
-    finally:
-        owner.release()

@@ -78,11 +78,17 @@ def check_machine(
 
     Raises ConfigError for a missing folder.
     """
-    folder = os.path.realpath(os.path.expanduser(folder))
-    if not os.path.isdir(folder):
-        raise ConfigError(f"--folder {folder!r}: no such folder; give one on the disk of the cache to be")
+    folder = existing_folder(folder)
     on_progress(f"writing {format_size(_TRIAL_BYTES)} into {folder}")
     return MachineReport(folder, tuple(_checks(folder, environment)))
+
+
+def existing_folder(folder: str) -> str:
+    """The absolute path of `folder`; raises ConfigError if there is none."""
+    found = os.path.realpath(os.path.expanduser(folder))
+    if not os.path.isdir(found):
+        raise ConfigError(f"--folder {folder!r}: no such folder; give one on the disk of the cache to be")
+    return found
 
 
 def _checks(folder: str, environment: Mapping[str, str]) -> Iterator[Check]:

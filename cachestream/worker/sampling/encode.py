@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError
-from cachestream.schema import BFLOAT16, Container, Field, FieldKind, Schema, storage_of
+from cachestream.schema import BFLOAT16, STORAGE, Container, Field, FieldKind, Schema
 from cachestream.sources.base import Rows
 
 BytesLike = bytes | npt.NDArray[np.uint8]
@@ -237,7 +237,7 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one stored element of torch dtype `dtype`."""
-    return storage_of(dtype)[1].itemsize
+    return STORAGE[dtype][1].itemsize
 
 
 def to_table(rows: Rows) -> Table:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
-from cachestream.schema import Field, Schema, storage_of
+from cachestream.schema import STORAGE, Field, Schema
 from cachestream.shard_format import KEYS, ColumnData, ShardContent, column_data
 from cachestream.worker.sampling.encode import (
     SMALL_BYTES,
@@ -114,7 +114,7 @@ class _ColumnBuilder:
 
     def columns(self, field: Field) -> list[ColumnData]:
         """The columns of the field; one column `[N, ...]` if all its values have one shape."""
-        dtype, _ = storage_of(field.dtype)
+        dtype, _ = STORAGE[field.dtype]
         data = self.view
         if field.shape is not None:
             shape = stored_shape(field.dtype, field.shape)
