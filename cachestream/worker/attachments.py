@@ -32,7 +32,13 @@ from cachestream.linux import open_private
 from cachestream.storage.layout import Directory, remove_if_there
 from cachestream.storage.locks import HeldFile, is_held, lock_file
 from cachestream.storage.status import forget_lost_worker, has_worker, lost_worker, warn_of_loss
-from cachestream.worker.health import BREAKER_WINDOW_S, Death, is_crash_loop, longest_pause_s
+from cachestream.worker.health import (
+    BREAKER_WINDOW_S,
+    Death,
+    is_crash_loop,
+    longest_pause_s,
+    recent_deaths,
+)
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -272,8 +278,9 @@ class WorkerMonitor:
                 logger.warning("%s: another worker fills it now", self._cache.path)
 
     def _give_up(self) -> None:
+        num_deaths = len(recent_deaths(self._deaths, self._deaths[-1].at_s))
         message = (
-            f"its workers were killed {len(self._deaths)} times within {BREAKER_WINDOW_S / 60:.0f} minutes, soon after they had "
+            f"its workers were killed {num_deaths} times within {BREAKER_WINDOW_S / 60:.0f} minutes, soon after they had "
             "started: the system's log says by what (a lack of memory?); mend that, and start another"
         )
         with Attachments(self._cache.directory).locked():

@@ -167,7 +167,8 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
 
     signal.signal(signal.SIGTERM, leave)
     die_with_parent(signal.SIGTERM)
-    with suppress(OSError):  # the supervisor was killed, or the system refuses a process
+    # The supervisor was killed, or the system refuses a process: then the supervisor learns of it at once.
+    with suppress(OSError), supervisor:
         _answer(supervisor, protocols, parent, sessions)
     EndedSessions(sessions).wait()  # the signal may come later: the socket closes before the parent changes
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cachestream.worker.job import Job
 
 BREAKER_CRASHES: Final = 5
-BREAKER_ISOLATIONS: Final = 16  # two a unit: eight bad ones in a row
+BREAKER_ISOLATIONS: Final = 16  # two deaths for a bad unit: eight bad units in a row
 BREAKER_KILLS: Final = 25
 BREAKER_WINDOW_S: Final = 600.0
 START_DEADLINE_S: Final = 120.0
@@ -35,8 +35,8 @@ _QUIET_S: Final = 5.0  # housekeeping, which causes most system errors, runs mor
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 LATER_PAUSE_S: Final = 2.0  # until the disk or the catalogue may be free
 
-# Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A
-# SIGKILL may well have come from outside, from a person or from the out-of-memory killer.
+# The weight of a death for a position that was read with others, or alone; a position with a sum of 12 is
+# quarantined. A SIGKILL may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
 
 _SAMPLER: Final = "cachestream.worker.sampling.sampler"
@@ -142,17 +142,23 @@ def was_suspended(gap_s: float, timeout_s: float) -> bool:
     return gap_s > timeout_s / 2
 
 
+def recent_deaths(deaths: Sequence[Death], now_s: float) -> list[Death]:
+    """The last of `deaths`, newest first: of processes that had not committed anything, ten minutes ago at most."""
+    recent: list[Death] = []
+    for death in reversed(deaths):
+        if death.progressed or now_s - death.at_s > BREAKER_WINDOW_S:
+            break
+        recent.append(death)
+    return recent
+
+
 def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool:
     """True if it is time to give up: too many recent deaths of processes that had not committed anything.
 
     More deaths are allowed if they help to find a bad unit, as each process may meet bad units first, and
     still more if they are kills from outside.
     """
-    recent: list[Death] = []
-    for death in reversed(deaths):
-        if death.progressed or now_s - death.at_s > BREAKER_WINDOW_S:
-            break
-        recent.append(death)
+    recent = recent_deaths(deaths, now_s)
     kills = sum(death.is_kill for death in recent)
     isolations = sum(death.isolates for death in recent)
     crashes = len(recent) - kills - isolations

@@ -49,9 +49,9 @@ class Job:
     DivisibleSource. `listing`: the digest of the names of the source, or of its first `num_units` names if
     the source is `growing`. `label_names`: the names of the labels, if the source has any. `protocols`: the
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
-    that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: the
-    part of a Ray cluster in the filling; None if it has none. `mix`: the whole weights of the sources of a
-    `mix` that are to be fetched as loaders draw from them.
+    that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: what a
+    Ray cluster does in the filling; None without one. `mix`: the integer weights of the sources of a `mix`,
+    if these are fetched as loaders draw them; else empty.
     """
 
     root: str

@@ -1,6 +1,6 @@
-"""The start of a worker: its options, checked and made into a job, and the Python of its supervisor.
+"""The start of a worker: its options, checked and made into a job, and the process of its supervisor.
 
-The caller starts that Python while the source is still being opened (`head_start`), hands over the job, and
+The caller starts that process while the source is still being opened (`head_start`), hands over the job, and
 waits for the answer (`Launch.give`).
 """
 
@@ -285,7 +285,7 @@ class WorkerOptions:
 
 
 class Launch:
-    """A Python for a supervisor: it loads the fsspec drivers of `protocols` and waits for its job."""
+    """A process that becomes a supervisor: it loads the fsspec drivers of `protocols` and waits for its job."""
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         try:
@@ -321,7 +321,7 @@ class Launch:
         return process
 
     def close(self) -> None:
-        """End a Python that got no job."""
+        """End a process that got no job."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -147,8 +147,9 @@ class PassPlan:
     `rule`: the fingerprint of the function of a curriculum; of a mixture, "START:SHARE,SHARE,…", the shares
     of the sources from the position START on.
 
-    `segments`: for a pass that began before all units were listed, the number of listed units each time the
-    pass was extended; the last is `num_units`. The units of one segment come before those of the next.
+    `segments`: the numbers of units at which segments end; the last is `num_units`. The units of one segment
+    come before those of the next. A pass that began before all units were listed has one for each time that
+    it was extended, a source that is read in parts of units one for each of its `round_ends`.
     `growing`: the listing may bring more units.
     """
 
@@ -319,7 +320,7 @@ def order_file(directory: Directory, plan: PassPlan) -> str:
 
 
 def is_known(directory: Directory, plan: PassPlan) -> bool:
-    """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
+    """True unless the order of `plan` was drawn, and its file is gone."""
     return not plan.is_drawn or os.path.exists(order_file(directory, plan))
 
 

@@ -70,15 +70,17 @@ def check_weights(
 ) -> Weights:
     """The weights, float64 `[num_units]`.
 
-    Raises ConfigError unless there is one for each unit, none negative, not all in the share 0.
+    Raises ConfigError unless there is one for each unit, none is negative, and one in the share is above 0.
     """
+    if num_units is None:
+        raise ConfigError("order: an endless source has no units of which each could have a weight")
     try:
         values = np.array([float(weight) for weight in weights])
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"order: weights must be numbers, one for each of the {num_units} units ({error})"
         ) from None
-    if num_units is None or len(values) != num_units:
+    if len(values) != num_units:
         raise ConfigError(f"order has {len(values)} weights for {num_units} units; give one for each unit")
     _check_values("order", values)
     if not share_of(values, partition).any():
@@ -87,7 +89,7 @@ def check_weights(
 
 
 def check_curriculum(curriculum: Curriculum, progress: float, num_units: int | None) -> Weights:
-    """The weights at `progress`, float64 `[num_units]`; raises ConfigError unless they can be drawn by."""
+    """The weights at `progress`, float64 `[num_units]`; raises ConfigError if they are invalid."""
     if num_units is None:
         raise ConfigError("order: an endless source has no passes for a curriculum to order")
     try:
@@ -157,7 +159,7 @@ def draw_curriculum(
 
 
 def draw_mixture(units: IntArray, sources: IntArray, shares: Sequence[float], *, seed: int) -> IntArray:
-    """All of `units`, of which any run has the `shares` of its `sources` as long as there are any of them.
+    """Order `units` so that any run of them has the `sources` in their `shares`, until a source is exhausted.
 
     The units of a source come in random order, and those of a source without a share come last.
     """
@@ -186,15 +188,17 @@ def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partitio
 
     Raises ConfigError if it draws none, numbers that are no units, or no end of them.
     """
-    most = max(_LEAST_BOUND, _MOST_REPEATS * (num_units or 0))
+    if num_units is None:
+        raise ConfigError("order: an endless source has no units that a sampler could draw")
+    most = max(_LEAST_BOUND, _MOST_REPEATS * num_units)
     units: IntArray = np.fromiter(islice(_unit_numbers(drawn), most + 1), np.int64)
     if len(units) > most:
         raise ConfigError(
             f"order: the sampler has given {most:,} units and goes on; it must end after one pass over the units"
         )
-    if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
+    if not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
-            f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"
+            f"order: the sampler must give unit numbers from 0 to {num_units - 1}, at least one"
         )
     if partition is not None:
         units = units[partition.places(units) >= 0]

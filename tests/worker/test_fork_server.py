@@ -118,6 +118,22 @@ def test_a_fork_server_that_the_system_refuses_a_process_is_gone(tmp_path: Path)
     assert run(tmp_path, body) == ["None"]
 
 
+def test_a_refusal_is_told_at_once_while_other_processes_run(tmp_path: Path) -> None:
+    body = (
+        START.format(said=b"stay\n")
+        + (
+            "forked.stdout.readline()\n"
+            "import resource\n"
+            "resource.prlimit(server._pid, resource.RLIMIT_NOFILE, (8, 8))\n"
+            "begun_s = time.monotonic()\n"
+            "print(server.start('told', job), time.monotonic() - begun_s < 5)\n"  # and not after its deadline of 10 s
+            "forked.stdin.close()\n"
+            "print(forked.wait(60))"
+        )
+    )
+    assert run(tmp_path, body) == ["None True", "7"]
+
+
 @pytest.mark.e2e
 def test_a_worker_goes_on_when_its_fork_server_is_killed(cache: Cache, processes: Processes) -> None:
     source = Numbers(150, pause_s=0.1)

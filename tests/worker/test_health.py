@@ -17,6 +17,7 @@ from cachestream.worker.health import (
     hanging_positions,
     is_crash_loop,
     longest_pause_s,
+    recent_deaths,
     suspects_of,
     was_suspended,
 )
@@ -88,6 +89,12 @@ def test_a_main_thread_that_hangs_outside_of_transforms_accuses_nobody() -> None
 def test_the_breaker_opens_after_so_many_deaths_in_a_row(death: Death, most: int) -> None:
     assert not is_crash_loop([death] * (most - 1), 1.0, 1)
     assert is_crash_loop([death] * most, 1.0, 1)
+
+
+def test_deaths_before_a_success_or_long_ago_do_not_count() -> None:
+    settled = Death(0.0, 1, progressed=True)
+    assert recent_deaths([SEGFAULT, settled, SEGFAULT, KILL], 1.0) == [KILL, SEGFAULT]
+    assert recent_deaths([SEGFAULT, KILL], 1e4) == []
 
 
 def test_more_processes_may_meet_more_bad_units_at_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,12 @@ def test_weights_that_make_no_order_are_refused(weights: Any, num_units: int | N
 def test_units_that_are_not_there_are_refused(drawn: list[Any], num_units: int | None) -> None:
     with pytest.raises(ConfigError, match="sampler"):
         check_drawn(drawn, num_units)
+
+
+@pytest.mark.parametrize("check", [check_weights, check_drawn])
+def test_an_endless_source_is_refused_by_its_name(check: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="order: an endless source has no units"):
+        check([1.0], None)
 
 
 def test_a_sampler_without_end_is_refused() -> None:

@@ -1,8 +1,8 @@
-"""The directory of a group of caches: who makes which positions, and who holds which shards.
+"""The directory of a group of caches: which cache makes which positions, and which caches hold which shards.
 
 All caches of the group have the same pass: the same unit lies at the same position for each of them. The
-positions are cut into blocks. A cache makes the blocks that it is given, and copies the shards of the
-others. Nothing here does I/O or reads a clock: times come with the calls.
+positions are cut into blocks. A cache makes the blocks that it is given (its own processes read, transform
+and store their units), and copies the shards of the others. Nothing here does I/O or reads a clock: times come with the calls.
 """
 
 from __future__ import annotations
@@ -235,8 +235,9 @@ class GroupDirectory:
 
     `replicas`: the number of caches that keep a shard; None for all.
 
-    A shard is copied to a cache that holds and makes none of its samples, so no cache gets a sample twice,
-    whatever was made twice: by a cache that was believed gone, say.
+    A shard of the pass is copied to a cache that holds and makes none of its samples, so no cache gets a
+    sample twice, whatever was made twice: by a cache that was believed gone, say. Of a shard of an earlier
+    pass, the cache stores the units that it lacks.
     """
 
     def __init__(self, replicas: int | None = None) -> None:

@@ -261,7 +261,7 @@ class _Fetchers:
         return sum(fetcher.reading for fetcher in self.running)
 
     def use(self, threads: int) -> None:
-        """Let each call begin to read as many units, as the calls alternate."""
+        """Let each call read `threads` units at once: the calls alternate, so each may use all of them."""
         self.threads = threads
         for fetcher in self.running:
             fetcher.use(threads)
@@ -437,11 +437,8 @@ class ReadActor:
     def __init__(self) -> None:
         self._reader: UnitsReader | None = None
 
-    def ready(self, version: str, job: Job, actors: int) -> int:
-        """Set up the actor, one of `actors`, for `job`; returns the id of its process.
-
-        Raises WorkerError if it cannot do the job.
-        """
+    def ready(self, version: str, job: Job, actors: int) -> None:
+        """Set up the actor, one of `actors`, for `job`; raises WorkerError if it cannot do the job."""
         if version != (here := installed_version()):
             raise WorkerError(
                 f"cachestream {here or '(no version)'} is installed on the node {socket.gethostname()}, and "
@@ -453,7 +450,6 @@ class ReadActor:
             with suppress(OSError):
                 os.nice(_NICE)
             self._reader = UnitsReader(job, actors)
-        return os.getpid()
 
     def read(self, plan: str, tasks: bytes, limit_bytes: int) -> Iterator[ReadResult]:
         """Read units of the pass `plan`, pickled UnitTasks; no object may be larger than `limit_bytes`."""

@@ -12,11 +12,12 @@ from bisect import bisect_left
 from collections import deque
 from typing import Final
 
+from cachestream.storage.telemetry import READS_AT_ONCE
 from cachestream.worker.sampling.encode import SampleChunk, Table
 from cachestream.worker.sampling.fetcher import Delivery
 from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitState
 
-_MOST_ASIDE: Final = 63  # as of a Fetcher
+_MOST_ASIDE: Final = READS_AT_ONCE - 1  # as of a Fetcher
 
 
 class RemoteFetcher:

@@ -300,11 +300,10 @@ class Dispatcher:
         again = [unit_read for unit_read in left if not self._forget(unit_read, call)]
         for unit_read in call.units:
             self._forget(unit_read, call)
-        if is_death:
-            self._deaths.update(dict.fromkeys(left, 0))  # they get no backup, which might only die as well
         if not is_death:
             self._fetcher.give_back(again)
             return
+        self._deaths.update(dict.fromkeys(left, 0))  # they get no backup, which might only die as well
         self._pool.set_up_again(actor)
         for unit_read in again:
             # A hang is not from outside, as a kill may be.

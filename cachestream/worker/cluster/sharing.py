@@ -30,7 +30,7 @@ from cachestream.worker.cluster.connection import ClusterOptions, connect
 from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line
 from cachestream.worker.cluster.directory import CacheReport, HeldShard
 from cachestream.worker.cluster.group import GroupActor, ShardServer, identity_of
-from cachestream.worker.cluster.supervision import ALONE
+from cachestream.worker.cluster.supervision import ALONE, ANSWERS
 from cachestream.worker.health import LATER_PAUSE_S
 from cachestream.worker.job import Job, load_shared
 from cachestream.worker.order import PassPlan
@@ -64,7 +64,7 @@ class FillingAlone:
     def answered(self) -> None:
         """Note that the group has answered."""
         if self._is_alone is not False:
-            sys.stderr.write(f"the group {self._group!r} answers\n")
+            sys.stderr.write(f"the group {self._group!r} answers\n{ANSWERS}\n")
         self._answered_s, self._is_alone = time.monotonic(), False
 
     def begin(self, reason: str) -> None:
@@ -246,7 +246,7 @@ class GroupMember:
 
     def _exchange(self, snapshots: int) -> int:
         """The number of shards that this cache takes in exchange now: a share of its shards each epoch."""
-        self._to_exchange += self._cluster.exchange * len(self._shards) * (snapshots - self._snapshots)
+        self._to_exchange += self._cluster.exchange * len(self._shards) * max(0, snapshots - self._snapshots)
         self._snapshots = snapshots
         return min(_EXCHANGES, max(0, int(self._to_exchange) - self._copier.exchanged))
 

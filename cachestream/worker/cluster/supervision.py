@@ -1,4 +1,7 @@
-"""The supervision of the process that shares a filling. The supervisor loads nothing else of this folder."""
+"""The supervision of the process that shares a filling.
+
+Of this folder, the supervisor loads only this module and `connection`: neither imports Ray.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
 from cachestream.worker.job import Job
 from cachestream.worker.processes import EXIT_FATAL
 
-ALONE: Final = "no Ray cluster answers: filling alone"
+ALONE: Final = "the group of caches does not answer: filling alone"
+ANSWERS: Final = "the group of caches answers"
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -42,5 +46,6 @@ class SharingProcess:
             self.process.start_at_s = now_s + LATER_PAUSE_S
         if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
             self.process.start(now_s)
-        if output := self.process.last_output:
-            self.message = ALONE if output.rstrip().endswith(ALONE) else ""
+        output = self.process.last_output
+        if ALONE in output or ANSWERS in output:
+            self.message = ALONE if output.rfind(ALONE) > output.rfind(ANSWERS) else ""

@@ -123,9 +123,8 @@ class Holdout:
     is_full: bool = False
 
     def split_of(self, key: bytes) -> int:
-        """The split of the sample `key`; WHOLE where no samples are held out."""
-        if self.share is None:
-            return WHOLE
+        """The split of the sample `key`, where samples are held out."""
+        assert self.share is not None
         return HELD_OUT if is_held_out(key, self.share) else TRAIN
 
 
@@ -246,7 +245,8 @@ class BackgroundPublisher:
         except SampleError as error:
             shard.progress.count_skipped("sample", error, "the only sample of a shard", shard.num_samples)
             self._commit([], spans, shard.progress.for_pass(shard.row.id))
-        self.schema = self._cache.schema
+        # What the writer has decided for the first samples meanwhile holds until the cache has a schema.
+        self.schema = self._cache.schema or self.schema
         if not self._gave_up:
             self._slot["committed"] += shard.progress.done
         shard.packer.clear()
