@@ -117,7 +117,7 @@ class FileList:
 
     def _list_all(self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool) -> Listing:
         root, all_paths = find_files(self.remote, patterns, recursive)
-        paths = _ending_in(all_paths, self._wanted or preferred)
+        paths = _ending_in(all_paths, self._wanted or (preferred if self.is_searched else ()))
         if self._wanted and not paths:
             raise SourceError(
                 f"{self.shown}: none of {len(all_paths):,} files ends in {', '.join(self._wanted)}; "

@@ -366,7 +366,7 @@ def _driver_paths(remote: Remote) -> Callable[[str], str]:
 
     def path(url: str) -> str:
         same = "://" not in url if is_local else url.startswith(scheme)
-        if not same and (get_protocol(url) != remote.protocol or "::" in url):
+        if "::" in url or (not same and get_protocol(url) != remote.protocol):
             raise ConfigError(f"{redact(url)}: all URLs of one source must have the same scheme, {scheme}")
         if is_local:
             plain = url.removeprefix("file://").removeprefix("local://")

@@ -34,11 +34,11 @@ def _alternatives(inside: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand `{000..127}` and `{train,val}` in `pattern` as a shell does."""
+    """Expand `{000..127}` and `{train,val}` in `pattern` as a shell does; other braces stay as they are."""
     expanded = [""]
     end = 0
     for match in _BRACES.finditer(pattern):
-        if ".." not in match[1] and "," not in match[1]:
+        if "," not in match[1] and _RANGE.fullmatch(match[1]) is None:
             continue
         options = _alternatives(match[1])
         if len(expanded) * len(options) > MAX_EXPANDED:

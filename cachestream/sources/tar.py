@@ -30,6 +30,7 @@ from cachestream.sources.tar_format import (
 )
 from cachestream.sources.user_code import call_decoder, fingerprint_of
 from cachestream.transport import object_limit
+from cachestream.transport.metering import PIECE_BYTES
 
 Decoder = Callable[[bytes], Any]
 
@@ -43,9 +44,13 @@ PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 def decode_gzip(data: Buffer) -> bytes:
     """Unpack gzip. Raises TooLargeError above the bound for one object."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-        found = file.read(object_limit.limit_bytes() + 1)
-    object_limit.check(len(found))
-    return found
+        found = bytearray()
+        while piece := file.read(
+            PIECE_BYTES
+        ):  # of one large read, the buffer would have the size of the bound
+            found += piece
+            object_limit.check(len(found))
+    return bytes(found)
 
 
 class Decoders:

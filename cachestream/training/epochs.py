@@ -301,10 +301,10 @@ class EpochSequence:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, otherwise the next one."""
-        if self._running is not None:
-            return self._running.epoch
-        return self._next_request.epoch if self._wanted_epoch is None else self._wanted_epoch
+        """The epoch that `set_epoch` gave; otherwise the running one, or else the next."""
+        if self._wanted_epoch is not None:
+            return self._wanted_epoch
+        return self._next_request.epoch if self._running is None else self._running.epoch
 
     @property
     def batches_done(self) -> int | None:

@@ -204,7 +204,7 @@ class EpochLoader:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, or else the next one; the first is 0."""
+        """The epoch that `set_epoch` gave; otherwise the running one, or else the next. The first is 0."""
         return self._epochs.epoch
 
     @property

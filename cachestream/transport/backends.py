@@ -56,10 +56,10 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The answer to one request: the bytes of the file from `start` on, or from before what was asked.
+    """The answer to one request: the bytes of the file from `start` on.
 
-    `read(nbytes)` returns at most so many, none at the end. `version` holds what the answer tells of the
-    file.
+    `start` lies before what was asked for where the server ignores ranges. `read(nbytes)` returns at most
+    `nbytes` bytes, and none at the end. `version` holds what the answer tells of the file.
     """
 
     start: int
@@ -73,7 +73,7 @@ class Backend:
     """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors.
 
     `streams`: the bytes of an answer can be read as they arrive; otherwise a call returns none before all are
-    there. `tells_version`: in every answer. `takes_parts`: the parts of a large file are best requested by
+    there. `tells_version`: every answer tells what is known of the version. `takes_parts`: the parts of a large file are best requested by
     themselves, several at once.
     """
 
@@ -270,7 +270,8 @@ class BlockingBackend(Backend):
         with _closed_connections():
             file = self.driver.filesystem.open(path, "rb", **options)
             if start < 0:
-                start = max(0, file.seek(0, os.SEEK_END) + start)
+                file.seek(0, os.SEEK_END)  # of SFTP, this returns nothing
+                start = max(0, file.tell() + start)
             if start or file.tell():
                 file.seek(start)
 
@@ -281,8 +282,8 @@ class BlockingBackend(Backend):
             self._call_size.took(len(data), time.monotonic() - begun_s)
             return data
 
-        info, size = getattr(file, "details", None), getattr(file, "size", None)
-        told = _version_of_info(info if isinstance(info, dict) else {"size": size})
+        info = getattr(file, "details", None)  # which files of SFTP and HDFS have not
+        told = _version_of_info(info if isinstance(info, dict) else self.driver.filesystem.info(path))
         return Body(start, told, read, file.close, file.seek)
 
 
@@ -296,5 +297,5 @@ def _closed_connections() -> Iterator[None]:
 
 def _version_of_info(info: dict[str, Any]) -> Version:
     size = info.get("size")
-    tag = "|".join(str(info[name]) for name in _VERSION_NAMES if name in info)
+    tag = "|".join(str(info[name]) for name in _VERSION_NAMES if info.get(name) is not None)
     return Version(-1 if size is None else int(size), tag)

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -52,7 +52,8 @@ def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the texts that messages must not show, the longest first."""
     found = set(_secret_values(options))
     for part in url.split("::"):
-        found.update(urlsplit(part).netloc.rpartition("@")[0].split(":"))
+        authority = re.split("[/?#]", part.partition("://")[2], maxsplit=1)[0]
+        found.update(authority.rpartition("@")[0].split(":"))
     return tuple(sorted((one for one in found if len(one) >= _MIN_SECRET_CHARS), key=len, reverse=True))
 
 

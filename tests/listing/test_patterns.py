@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.file_list import FileList
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import expand_braces
 from cachestream.sources.files import FileSource
@@ -39,11 +41,30 @@ def make(root: Path, *names: str) -> None:
         ("{train,val}/{0..1}", ["train/0", "train/1", "val/0", "val/1"]),
         ("a{b}c", ["a{b}c"]),
         ("a{}c", ["a{}c"]),
+        ("a{b..c}d{1,2}", ["a{b..c}d1", "a{b..c}d2"]),
         ("plain", ["plain"]),
     ],
 )
 def test_braces_expand_as_in_a_shell(pattern: str, expected: Any) -> None:
     assert expand_braces(pattern) == expected
+
+
+def test_files_that_are_named_are_kept_whatever_their_ending(tmp_path: Path) -> None:
+    make(tmp_path, "a.tar", "b.shard", "folder/c.tar", "folder/d.txt")
+    found = FileList([f"{tmp_path}/a.tar", f"{tmp_path}/b.shard"], owner="it", preferred=(".tar",))
+    assert list(found.names) == ["a.tar", "b.shard"]
+    found = FileList([f"{tmp_path}/b.shard", f"{tmp_path}/folder"], owner="it", preferred=(".tar",))
+    assert list(found.names) == ["folder/c.tar"], "beside a folder the endings choose"
+
+
+def test_several_chained_urls_are_refused_and_one_may_have_a_wildcard(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("img1.txt", "img2.txt", "imgx.txt"):
+            archive.writestr(name, name)
+    chained = [f"zip://img{n}.txt::file://{tmp_path}/a.zip" for n in (1, 2)]
+    with pytest.raises(ConfigError, match="chained URLs share no filesystem"):
+        FileSource(chained)
+    assert FileSource(f"zip://img[0-9].txt::file://{tmp_path}/a.zip").num_units == 2
 
 
 @pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}", "{1..5..0}"])

@@ -18,9 +18,11 @@ import pytest
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.arrays import ArraySource
+from cachestream.sources.parquet import ParquetSource
 from cachestream.testing.checks import check_source
 from cachestream.transport import metering, remote_object
 from cachestream.transport.remote_object import merge_spans
+from tests.support.ftp import run_sftp_server
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -377,3 +379,21 @@ def test_a_zarr_array_of_version_2_is_read_from_a_web_server(plain_server: str, 
     np.testing.assert_array_equal(window, np.arange(20))
     with pytest.raises(SourceError, match="no Zarr array here"):
         ArraySource(f"{plain_server}/none.zarr", window=20)
+
+
+def test_parts_of_files_are_read_by_sftp(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "a.npy", VALUES)
+    parquet.write_table(pyarrow.table({"x": np.arange(100_000)}), data / "t.parquet", row_group_size=10_000)
+    with run_sftp_server(data) as options:
+        arrays = ArraySource("sftp://127.0.0.1/a.npy", window=(4, 500), storage_options=options)
+        local = ArraySource(data / "a.npy", window=(4, 500))
+        (_, found), (_, expected) = (
+            next(iter(one.read(3, np.random.default_rng(0)))) for one in (arrays, local)
+        )
+        assert np.array_equal(found["array"], expected["array"])
+        table = ParquetSource("sftp://127.0.0.1/t.parquet", storage_options=options)
+        samples = list(table.read(2, np.random.default_rng(0)))
+        assert [sample["x"] for _, sample in samples[:3]] == [20_000, 20_001, 20_002]

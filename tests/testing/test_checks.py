@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tarfile
 import threading
@@ -238,6 +239,14 @@ class Forgetful(Good):
             yield from super().read(unit, rng)
 
 
+class Abridged(Forgetful):
+    """Gives all its samples where it was made, and only the first of each unit in other processes."""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+        samples = Good.read(self, unit, rng)
+        yield from samples if os.getpid() == self.pid else itertools.islice(samples, 1)
+
+
 class Changing(Good):
     """Units with different fields: the cache refuses all but the first kind."""
 
@@ -288,6 +297,7 @@ def test_all_checks_are_made_and_the_first_promise_that_is_broken_is_told() -> N
         (SharedState, "read by several threads at once"),
         (Hoarder, "left threads .. and files .*test_checks.*close them"),
         (Forgetful, r"units \[2\] gave samples here, and none in the worker's processes"),
+        (Abridged, r"of the \d+ samples of unit 0 only \[0\] came"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -176,6 +176,12 @@ def test_ranks_with_caches_of_their_own_leave_a_manifest_for_each_and_replay_bot
 ) -> None:
     caches, folder = [new_cache(2, 10), new_cache(3, 10, 1000)], tmp_path / "run"
     trained = new_job(2).run(lambda rank, make: epochs(make(caches[rank], 4, record=folder), 2))
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]  # each node records on its own
+    for disk, pattern in zip(disks, ("epoch-??????.json", "*.rank1.json"), strict=True):
+        disk.mkdir()
+        for path in folder.glob(pattern):
+            shutil.copy(path, disk)
+    assert new_job(2).run(lambda rank, make: epochs(make(caches[rank], 4, replay=disks[rank]), 2)) == trained
     assert sorted(path.name for path in folder.iterdir())[:2] == [
         "epoch-000000.json",
         "epoch-000000.rank1.json",

@@ -24,7 +24,7 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.files import FileSource
-from cachestream.sources.tar import TarSource
+from cachestream.sources.tar import TarSource, decode_gzip
 from cachestream.transport import object_limit
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer
@@ -227,3 +227,10 @@ def test_sources_that_are_read_in_turns_keep_their_own_limits(tmp_path: Path) ->
     assert next(large)[0] == "a.tar#1"
     assert object_limit.limit_bytes() == object_limit.DEFAULT_BYTES, "the reader's own limit is another one"
     large.close()  # type: ignore[attr-defined]
+
+
+def test_a_packed_member_takes_what_it_holds_and_not_what_the_bound_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_limit, "limit_bytes", lambda: 1 << 50)
+    assert decode_gzip(gzip.compress(b"small")) == b"small"
