@@ -234,9 +234,7 @@ def test_what_cannot_be_a_weight_is_refused(new_cache: NewCache) -> None:
         for keys_, values in wrong:
             with pytest.raises(ConfigError, match="update_weights"):
                 loader.update_weights(keys_, values)
-        with pytest.raises(
-            ConfigError, match="the keys of weights are str, not 1: take them from a batch"
-        ):
+        with pytest.raises(ConfigError, match="the keys of weights are str, not 1: take them from a batch"):
             loader.update_weights([1], [2.0])  # type: ignore[list-item]
         for value in ("b", None):
             with pytest.raises(ConfigError, match="give numbers"):
