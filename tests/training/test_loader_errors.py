@@ -71,7 +71,7 @@ def test_a_sampler_for_another_dataset_is_refused(new_cache: NewCache) -> None:
         ({"batch_transform": 5}, "batch_transform=5: give a function"),
         ({"record": 5}, "record=5: give a path"),
         ({"replay": 5}, "replay=5: give a path"),
-        ({"weights": {1: 2.0}}, "1 is none"),
+        ({"weights": {1: 2.0}}, "are str, not 1: take them"),
         ({"weights": {"a": "b"}}, "give numbers"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"device": "cuda:77"}, "device='cuda:77'"),
