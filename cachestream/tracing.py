@@ -250,10 +250,10 @@ def trace(path: str | os.PathLike[str]) -> Trace:
     for how long it did: `list`, `read`, `decode`, `transform`, `pack` and `publish` in workers; `snapshot`,
     `prepare`, `gather`, `transfer` and `wait` in the trainer. Times are in microseconds of one clock.
 
-    Without `with`, call `close()` of the trace, which is returned; otherwise the end of the process writes the
-    file. A worker that runs already is not traced: give its own command `--trace`. Left out are work of less
-    than 0.1 ms, the last half second of a process that goes on or is killed, and what a process does after a
-    million events.
+    Without `with`, call `close()` of the trace, which is returned; otherwise the end of the process writes
+    the file. A worker that runs already is not traced: give its own command `--trace`. Left out are work of
+    less than 0.1 ms, the last half second of a process that goes on or is killed, and what a process does
+    after a million events.
 
     Raises ConfigError if the file cannot be written, or if this process is traced already.
     """

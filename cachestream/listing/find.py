@@ -41,7 +41,7 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
             )
         if "::" in url and len(set(urls)) > 1:
             raise ConfigError(
-                f"{redact(url)}: chained URLs share no filesystem; give one alone, with a wildcard for its files"
+                f"{redact(url)}: chained URLs share no filesystem; give one, with a wildcard for its files"
             )
     finder = None if remote.is_local else _RemoteFinder(remote)
     find = _find_local if finder is None else finder.find

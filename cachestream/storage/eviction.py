@@ -155,8 +155,8 @@ def leave_out(
     """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
 
     `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
-    are selected, and not so many that fewer than `min_samples` remain, or none, with the `kept_samples` of the
-    shards that may not be evicted.
+    are selected, and not so many that fewer than `min_samples` remain, or none, with the `kept_samples` of
+    the shards that may not be evicted.
     """
     used = np.flatnonzero(uses)
     if leave_bytes <= 0 or not len(used):

@@ -53,9 +53,9 @@ class FillState:
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
     transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true
-    while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that
-    were drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none did.
-    `failures` have the most frequent first.
+    while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that were
+    drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none
+    did. `failures` have the most frequent first.
     """
 
     phase: str
@@ -87,7 +87,7 @@ class FillState:
 
     @property
     def has_evicted(self) -> bool:
-        """True if a shard may have been evicted since the last pass began: after a rebuild that is unknown."""
+        """True if a shard may have been evicted since the last pass began; a rebuild does not know."""
         return self.last_pass is not None and self.evicted_shards > self.last_pass.evicted_before
 
 

@@ -109,8 +109,8 @@ class Leases:
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
             raise EpochError(
-                f"{path} could not be made within {_CREATE_TIMEOUT_S:.0f} s, because other processes of this cache "
-                "locked or removed it; try again"
+                f"{path} could not be made within {_CREATE_TIMEOUT_S:.0f} s, because other processes of this "
+                "cache locked or removed it; try again"
             )
         try:
             file.write(ranges.astype(np.int64).tobytes())

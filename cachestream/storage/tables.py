@@ -142,7 +142,7 @@ class SplitTables(MetaTable):
         return int(row[0]), int(row[1])
 
     def held_out_shards(self) -> set[int]:
-        """The shards that hold only held-out samples. New samples never evict them; a lower limit does, last."""
+        """The shards of held-out samples alone. New samples never evict them; a lower limit does, last."""
         if self.holdout is None:
             return set()
         rows = self.execute("SELECT id FROM splits JOIN shards USING (id) WHERE held_out = num_samples")

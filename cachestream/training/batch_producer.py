@@ -1,8 +1,8 @@
 """The work of the gathering thread on a segment: its batches are read, transformed, sent and queued in order.
 
-With a `batch_transform`, up to two more threads copy and transform the batches. Each of these threads uses one
-thread of torch: where other processes or the trainer's kernels use the cores, a copy that torch divides would
-wait until its second thread is scheduled.
+With a `batch_transform`, up to two more threads copy and transform the batches. Each of these threads uses
+one thread of torch: where other processes or the trainer's kernels use the cores, a copy that torch divides
+would wait until its second thread is scheduled.
 """
 
 from __future__ import annotations

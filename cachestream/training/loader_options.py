@@ -135,9 +135,7 @@ def warn_without_weights(cache: Cache, options: LoaderOptions) -> None:
     """Warn of a loader to train with that has no weights, over a cache that evicts by weight."""
     trains = options.replay is None and (options.split is None or not options.split.held_out)
     if trains and options.weights is None and cache.eviction == "least-weight":
-        words = (
-            "%s evicts by weight, and this loader has none: its shards count as average; give weights=True"
-        )
+        words = "%s evicts by weight, and this loader has no weights: its shards count as average; give weights=True"
         logger.warning(words, cache.path)
 
 

@@ -73,8 +73,8 @@ class Backend:
     """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors.
 
     `streams`: the bytes of an answer can be read as they arrive; otherwise a call returns none before all are
-    there. `tells_version`: every answer tells what is known of the version. `takes_parts`: the parts of a large file are best requested by
-    themselves, several at once.
+    there. `tells_version`: every answer tells what is known of the version. `takes_parts`: the parts of a
+    large file are best requested by themselves, several at once.
     """
 
     streams = tells_version = takes_parts = True

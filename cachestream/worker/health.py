@@ -143,7 +143,7 @@ def was_suspended(gap_s: float, timeout_s: float) -> bool:
 
 
 def recent_deaths(deaths: Sequence[Death], now_s: float) -> list[Death]:
-    """The last of `deaths`, newest first: of processes that had not committed anything, ten minutes ago at most."""
+    """The last of `deaths`, newest first: within ten minutes, of processes that had committed nothing."""
     recent: list[Death] = []
     for death in reversed(deaths):
         if death.progressed or now_s - death.at_s > BREAKER_WINDOW_S:

@@ -285,7 +285,7 @@ class WorkerOptions:
 
 
 class Launch:
-    """A process that becomes a supervisor: it loads the fsspec drivers of `protocols` and waits for its job."""
+    """A process that becomes a supervisor: it loads the drivers of `protocols` and waits for its job."""
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         try:

@@ -1,8 +1,9 @@
 """The supervisor of a cache: it starts, watches, restarts and stops the sampling processes.
 
 The supervisor reads no samples and holds no state that must survive. It loads neither torch nor fsspec,
-unless the user's sampler or eviction function does (the latter comes with the source and the transform). Its process (`main`) loads what it needs while the caller opens the source,
-takes the job, becomes the supervisor of the cache, answers, and supervises.
+unless the user's sampler or eviction function does (the latter comes with the source and the transform). Its
+process (`main`) loads what it needs while the caller opens the source, takes the job, becomes the supervisor
+of the cache, answers, and supervises.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Supervisor:
         self._stop.set()
 
     def start(self, *, is_complete: bool) -> None:
-        """Start the sampling processes; if the pass `is_complete`, changes of the remote are looked for then."""
+        """Start the sampling processes; if the pass `is_complete`, then look for changes of the remote."""
         self._look_for_changes = is_complete and self._job.growing
         self._record.write_looking(self._look_for_changes)
         self._record.write("filling")

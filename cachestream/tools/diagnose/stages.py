@@ -166,7 +166,7 @@ _ADVICE: Final = {  # the reason, then what to do next
     "network": (
         "many reads at once bring hardly more than one: the bandwidth is used up, or the server",
         "fetch fewer bytes: smaller files, only the columns or windows that are needed",
-        "look for a limit on the way: other programs, the link, a proxy, the bucket; or run nearer to the data",
+        "look for a limit on the way: other programs, the link, the bucket; or run nearer to the data",
     ),
     "requests": (
         "asking for bytes keeps the processor busy",

@@ -2,9 +2,9 @@
 
 A Python thread that gathers needs the GIL for each batch, and a trainer that computes in Python may keep it
 for 5 ms. So where all fields have one shape, all shards are mapped, there is no transform and keys are not
-asked for, the trainer's own thread submits the coming batches whenever it takes one, which costs microseconds.
-Threads of `_gather` copy the bytes, and never wait for the GIL. With a GPU, the trainer's thread also starts
-the copies of what has been gathered by then.
+asked for, the trainer's own thread submits the coming batches whenever it takes one, which costs
+microseconds. Threads of `_gather` copy the bytes, and never wait for the GIL. With a GPU, the trainer's
+thread also starts the copies of what has been gathered by then.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _RECONNECT_S: Final = 60.0
 
 @dataclass(slots=True, eq=False)
 class PooledActor:
-    """An actor; it is given units while it is `ready`: its `ping` was answered. The next comes at `ping_at_s`.
+    """An actor; it gets units while it is `ready`: its `ping` was answered. The next comes at `ping_at_s`.
 
     `unit_s`: the time that it takes for a unit.
     """

@@ -21,7 +21,7 @@ _CONNECT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """What a Ray cluster does in the filling of a cache; `start_worker` documents the options.
+    """The options for a Ray cluster that takes part in a filling; `start_worker` documents them.
 
     `address`: the cluster's, as `ray.init` takes it. `num_actors`: actors that read units, with the options
     `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.

@@ -2,7 +2,8 @@
 
 All caches of the group have the same pass: the same unit lies at the same position for each of them. The
 positions are cut into blocks. A cache makes the blocks that it is given (its own processes read, transform
-and store their units), and copies the shards of the others. Nothing here does I/O or reads a clock: times come with the calls.
+and store their units), and copies the shards of the others. Nothing here does I/O or reads a clock: times
+come with the calls.
 """
 
 from __future__ import annotations
