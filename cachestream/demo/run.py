@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cachestream.config import format_size
 from cachestream.demo.data import PLACES, SIDE, make_remote
@@ -24,9 +24,6 @@ from cachestream.storage.recovery import VerifyReport
 from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
 from cachestream.tools.plots import figure_class, plot_growth
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 RANKS: Final = 2
 CACHE: Final = "cache"
@@ -128,7 +125,7 @@ def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> 
     with Cache(work / CACHE, size.limit_bytes, min_free="100MB") as cache:
         try:
             with (
-                LimitWatch(cache.path, size.limit_bytes) as watch,
+                closing(LimitWatch(cache.path, size.limit_bytes)) as watch,
                 closing(train_ranks(work, size, bandwidth_bytes_per_s, folder / LOG)) as done,
             ):
                 for event in done:
@@ -214,17 +211,13 @@ class LimitWatch:
     """
 
     def __init__(self, root: str, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+        self._root, self.limit_bytes = root, limit_bytes
         self.peak_bytes = self.looks = 0
-        self._root = root
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="limit-watch", daemon=True)
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
 

@@ -149,16 +149,13 @@ def _steps_per_s(device: torch.device) -> float:
     _, step = _trainer(device, _WARM_UP_STEPS + _MEASURED_STEPS)
     images = torch.randn(_BATCH, 3, SIDE, SIDE, device=device)
     labels = torch.zeros(_BATCH, dtype=torch.int64, device=device)
-
-    def seconds_of(steps: int) -> float:
+    began_s = 0.0
+    for steps in (_WARM_UP_STEPS, _MEASURED_STEPS):
         began_s = time.perf_counter()
         for _ in range(steps):
             step(images, labels)
         _finish_work(device)
-        return time.perf_counter() - began_s
-
-    seconds_of(_WARM_UP_STEPS)
-    speed = torch.tensor(_MEASURED_STEPS / seconds_of(_MEASURED_STEPS), device=device)
+    speed = torch.tensor(_MEASURED_STEPS / (time.perf_counter() - began_s), device=device)
     dist.all_reduce(speed)
     return float(speed) / RANKS
 

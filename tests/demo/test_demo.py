@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -118,7 +118,10 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
 def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "large").write_bytes(bytes(100_000))
-    with LimitWatch(str(tmp_path), 100_000) as tight, LimitWatch(str(tmp_path), 200_000) as wide:
+    with (
+        closing(LimitWatch(str(tmp_path), 100_000)) as tight,
+        closing(LimitWatch(str(tmp_path), 200_000)) as wide,
+    ):
         wait_until(lambda: tight.looks > 0 and wide.looks > 0, "both have looked")
     assert 200_000 > wide.peak_bytes >= 100_000
     with Cache(tmp_path / "cache", "10MB") as cache:

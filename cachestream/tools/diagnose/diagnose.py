@@ -40,7 +40,6 @@ _BATCHES: Final = (64, 4096)  # samples, the least and the most
 _BATCH_BYTES: Final = 1 << 20
 _REPEATS: Final = 16
 _TRANSFER_S: Final = 1.0
-_CACHE_LIMIT: Final = "1GB"
 _MIN_FREE: Final = "200MB"
 
 
@@ -54,8 +53,7 @@ def diagnose(
     folder: str | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Read the source that `open_it` opens, called `shown`, for about `seconds`, and find the stage that
-    holds it up.
+    """Read the source `shown`, which `open_it` opens, for about `seconds`; find the stage that holds it up.
 
     `workers`: the sampling processes of a worker (default: one a core, at most 4). `folder`: the place of the
     temporary folder, best on the disk of the cache to be. `on_progress` gets a line before each step.
@@ -103,22 +101,16 @@ def _store(packer: Packer, place: str, device: str) -> tuple[Throughput, Through
     with (
         translated_disk_errors(place),
         tempfile.TemporaryDirectory(prefix="cachestream-diagnose-", dir=place) as folder,
-        Cache(folder, _CACHE_LIMIT, min_free=_MIN_FREE) as cache,
+        Cache(folder, "1GB", min_free=_MIN_FREE) as cache,
+        Owner.temporary(cache.directory, "diagnose") as owner,
     ):
-        _fill(cache, packer)
+        publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
+        # Several times if it is small: an epoch of a few samples says little of the loader.
+        repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
+        if publisher.publish([packer.content({})] * repeats, [], UnitProgress(0)) is None:
+            raise CacheFullError(f"no space for {format_size(packer.size_bytes)} in {place}; try --folder")
         seconds = packer.size_bytes / synced_bytes_per_s(folder)
         sample_bytes = max(1, cache.size_bytes // cache.num_samples)
         batch_size = min(cache.num_samples, _BATCHES[1], max(_BATCHES[0], _BATCH_BYTES // sample_bytes))
         delivered = measure_loader(cache, batch_size, _TRANSFER_S, device=device)
         return Throughput(packer.num_samples, packer.size_bytes, seconds), delivered
-
-
-def _fill(cache: Cache, packer: Packer) -> None:
-    """Publish `packer`, several times if it is small: an epoch of a few samples says little of the loader."""
-    with Owner.temporary(cache.directory, "diagnose") as owner:
-        publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
-        repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
-        if publisher.publish([packer.content({})] * repeats, [], UnitProgress(0)) is None:
-            raise CacheFullError(
-                f"no space for {format_size(packer.size_bytes)} in {cache.path}; try --folder"
-            )

@@ -50,8 +50,7 @@ _reading: Final[ContextVar[_Reading | None]] = ContextVar("reading", default=Non
 
 
 class Probe:
-    """Runs over the units of a source in `order`, again and again: a single thread reads, transforms and packs, or
-    several threads only read.
+    """Runs over the units in `order`, again and again: one thread reads, transforms and packs, or many read.
 
     `packer` holds the last samples, up to a full shard. `failed`: the samples that could not be used, by unit
     and index, -1 for a unit; the first because of `failure`.
@@ -163,10 +162,7 @@ class Probe:
                 reading.run.fetched_bytes += nbytes
 
     def _lap(self, reading: _Reading, stage: str) -> None:
-        """Count the time since the last lap for `stage`, and the processor time of the whole process.
-
-        A driver has threads of its own, which work for the one that waits for them.
-        """
+        """Count the time since the last lap for `stage`, and the process's, as drivers have own threads."""
         before, reading.since = reading.since, _now()
         with self._lock:
             reading.run.wall_s[stage] += reading.since[0] - before[0]

@@ -21,10 +21,7 @@ _ONE_INTERPRETER: Final = 1.3  # above that many cores, it is not the interprete
 _TOO_SHORT_S: Final = 0.05
 _WIDTH: Final = 80
 _LEAST_S: Final = 1e-9
-
-
-def _no_time() -> dict[str, float]:
-    return dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)
+_NO_TIME: Final = dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)
 
 
 @dataclass(slots=True)
@@ -41,8 +38,8 @@ class Measurement:
     fetched_bytes: int = 0
     seconds: float = 0.0
     busy_cores: float = 0.0
-    wall_s: dict[str, float] = field(default_factory=_no_time)
-    cpu_s: dict[str, float] = field(default_factory=_no_time)
+    wall_s: dict[str, float] = field(default_factory=_NO_TIME.copy)
+    cpu_s: dict[str, float] = field(default_factory=_NO_TIME.copy)
     units: int = 0
 
 
@@ -65,8 +62,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Measurements of one source: `alone` by one read, with transform and packing; `together` by many,
-    without.
+    """Measurements of a source: `alone` by one read, with transform and packing, `together` by many without.
 
     `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `written`: the
     packed samples, at the speed of the disk; `delivered`: onto `device`. `workers`: the sampling processes of
@@ -120,8 +116,8 @@ class Stages:
         rates = {"read": read or _rate(alone.num_samples, self.read_s)}
         for stage in ("decode", "transform", "pack"):
             rates[stage] = self.cores * _rate(alone.num_samples, alone.cpu_s[stage])
-        one_each = self.workers * _rate(alone.num_samples, alone.wall_s["transform"])
-        rates["transform"] = min(rates["transform"], one_each)
+        each = _rate(alone.num_samples, alone.wall_s["transform"])  # a process transforms one at a time
+        rates["transform"] = min(rates["transform"], self.workers * each)
         return rates | {"write": self.written.samples_per_s, "transfer": self.delivered.samples_per_s}
 
     @property
