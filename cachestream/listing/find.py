@@ -39,7 +39,7 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
             raise ConfigError(
                 f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
             )
-        if "::" in url and len(set(urls)) > 1:
+        if "::" in url and (len(set(urls)) > 1 or len(expand_braces(url)) > 1):
             raise ConfigError(
                 f"{redact(url)}: chained URLs share no filesystem; give one, with a wildcard for its files"
             )

@@ -43,11 +43,10 @@ PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
 def decode_gzip(data: Buffer) -> bytes:
     """Unpack gzip. Raises TooLargeError above the bound for one object."""
+    found = bytearray()
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-        found = bytearray()
-        while piece := file.read(
-            PIECE_BYTES
-        ):  # of one large read, the buffer would have the size of the bound
+        # In pieces: a single read up to the bound would have a buffer of that size.
+        while piece := file.read(PIECE_BYTES):
             found += piece
             object_limit.check(len(found))
     return bytes(found)

@@ -36,7 +36,7 @@ _ROUNDS: Final = 4
 _WIND_DOWN_S: Final = 5.0
 _CACHE_LIMIT: Final = "2GB"
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
-# What descriptors in /proc/self/fd that may stay open between reads link to, by its beginning.
+# Descriptors that may stay open between reads: links in /proc/self/fd to what begins with one of these.
 _POOLED: Final = ("socket:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
 
 Samples = list[tuple[str, Table]]

@@ -62,8 +62,9 @@ def test_several_chained_urls_are_refused_and_one_may_have_a_wildcard(tmp_path: 
         for name in ("img1.txt", "img2.txt", "imgx.txt"):
             archive.writestr(name, name)
     chained = [f"zip://img{n}.txt::file://{tmp_path}/a.zip" for n in (1, 2)]
-    with pytest.raises(ConfigError, match="chained URLs share no filesystem"):
-        FileSource(chained)
+    for several in (chained, f"zip://img{{1,2}}.txt::file://{tmp_path}/a.zip"):
+        with pytest.raises(ConfigError, match="chained URLs share no filesystem"):
+            FileSource(several)
     assert FileSource(f"zip://img[0-9].txt::file://{tmp_path}/a.zip").num_units == 2
 
 
