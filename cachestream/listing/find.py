@@ -32,7 +32,7 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
     The root ends in "/", or is "". Hidden files in folders are left out.
 
     Raises SourceError for files and folders that are missing, empty or forbidden, SourceUnavailableError for
-    a remote that does not answer, ConfigError for URLs of several protocols.
+    a remote that does not answer, ConfigError for URLs of several protocols and for several chained ones.
     """
     for url in urls:
         if get_protocol(url) != remote.protocol:

@@ -87,7 +87,7 @@ class FillState:
 
     @property
     def has_evicted(self) -> bool:
-        """True if a shard may have been evicted since the last pass began; a rebuild does not know."""
+        """True if shards were evicted since the last pass began; also after a rebuild, which cannot tell."""
         return self.last_pass is not None and self.evicted_shards > self.last_pass.evicted_before
 
 

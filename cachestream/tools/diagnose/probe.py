@@ -162,7 +162,7 @@ class Probe:
                 reading.run.fetched_bytes += nbytes
 
     def _lap(self, reading: _Reading, stage: str) -> None:
-        """Count the time since the last lap for `stage`, and the process's, as drivers have own threads."""
+        """Count the time and the processor time, a driver's threads included, since the last lap for `stage`."""
         before, reading.since = reading.since, _now()
         with self._lock:
             reading.run.wall_s[stage] += reading.since[0] - before[0]
