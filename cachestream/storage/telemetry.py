@@ -81,6 +81,11 @@ _SIZE: Final = _HEAD.itemsize + _SLOTS * _SLOT.itemsize
 Slot = Any  # a numpy record of _SLOT, living in the map
 
 
+def private_slot() -> Slot:
+    """A slot that no other process sees."""
+    return np.zeros(1, _SLOT)[0]
+
+
 def board_text(words: str) -> bytes:
     """Encode `words` for a slot, which truncates them; what is not UTF-8, as in paths, becomes "?"."""
     return words.encode("utf-8", "replace")

@@ -8,12 +8,10 @@ transform are deterministic. A shard that comes back different is rejected.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import os
-import random
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,14 +35,18 @@ from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
+from cachestream.storage.telemetry import private_slot
 from cachestream.training.manifests import load_manifest
-from cachestream.transport.remote_errors import backoff_delays
+from cachestream.transport import metering
 from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
 from cachestream.worker.sampling.cached_units import Coverage
+from cachestream.worker.sampling.encode import Table
+from cachestream.worker.sampling.engine import BUFFER_BYTES
+from cachestream.worker.sampling.fetcher import Delivery, Fetcher
 from cachestream.worker.sampling.packer import Packer
 from cachestream.worker.sampling.transformer import Transformer, to_records
-from cachestream.worker.sampling.unit_reader import Unit, unit_generator
+from cachestream.worker.sampling.unit_reader import FetchMeter, Unit, UnitRead, UnitReader
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 _LOCK_TIMEOUT_S: Final = 1.0
 _RETRIES: Final = 7
+_CHECK_S: Final = 0.5
 
 Transform = Callable[..., Any]
 
@@ -117,9 +120,8 @@ def refetch(
         stack.callback(restorer.release)
         missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
-        maker = _Maker(
-            cache, source, transform, weights, stack.enter_context(ThreadPoolExecutor(concurrency))
-        )
+        maker = _Maker(cache, source, transform, weights, concurrency)
+        stack.callback(metering.install, None)  # of the maker's meter
         for done, content in enumerate(missing):
             if on_progress is not None:
                 on_progress(done, len(missing))
@@ -242,15 +244,16 @@ class _Maker:
         source: Source,
         transform: Transform | None,
         weights: Sequence[float] | None,
-        pool: ThreadPoolExecutor,
+        concurrency: int,
     ) -> None:
         self._cache = cache
         self._source = source
-        self._transform = transform
         self._weights = weights
-        self._pool = pool
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._divided: dict[PassPlan, Source] = {}
+        self._concurrency = concurrency
+        self._transformer = Transformer(transform, slot := private_slot())
+        self._meter = FetchMeter(slot)
 
     def plan_of(self, content: Content) -> PassPlan:
         """The pass of a shard.
@@ -309,18 +312,16 @@ class _Maker:
         """The shard, read again; raises _NotReproducibleError if it differs."""
         plan = self.plan_of(content)
         packer, known = Packer(), self._cache.schema
-        parts = [self._pool.submit(self._read, plan, *part) for part in self.parts_of(content)]
-        try:
-            for key, sample in itertools.chain.from_iterable(part.result() for part in parts):
-                if not _belongs_to(content, key):
-                    continue
-                # A sample that is skipped now was skipped then.
-                with contextlib.suppress(SampleError, SchemaMismatchError):
-                    for record in to_records(sample, key):
-                        packer.add(record, known)
-        finally:
-            for part in parts:
-                part.cancel()
+        for unit, offset, key, sample in self._samples(plan, content):
+            if not _belongs_to(content, key):
+                continue
+            try:
+                made = self._transformer.apply(plan, unit, offset, sample)
+            except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skipped the sample, too
+                continue
+            with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then as now
+                for record in to_records(made, key):
+                    packer.add(record, known)
         if not packer.num_samples:
             raise _NotReproducibleError("the source gives none of its samples any more")
         made = packer.content(content.fill)
@@ -331,30 +332,40 @@ class _Maker:
             )
         return made
 
-    def _read(self, plan: PassPlan, unit: int, first: int, stop: int) -> list[tuple[str, Any]]:
-        """The samples of `unit` at the offsets from `first` to `stop`, transformed, in up to eight attempts."""
-        for delay_s in itertools.islice(backoff_delays(random.Random()), _RETRIES):
-            with contextlib.suppress(SourceUnavailableError):
-                return list(self._samples(plan, unit, first, stop))
-            time.sleep(delay_s)
-        return list(self._samples(plan, unit, first, stop))
+    def _samples(self, plan: PassPlan, content: Content) -> Iterator[tuple[Unit, int, str, Any]]:
+        """The samples of a shard as the source gives them, each with its unit and its offset there.
 
-    def _samples(self, plan: PassPlan, unit: int, first: int, stop: int) -> Iterator[tuple[str, Any]]:
-        reading = iter(self._source_of(plan).read(unit, unit_generator(plan, unit)))
-        transformer, read = Transformer(self._transform, {"transform_s": 0.0}), Unit(0, unit, 0)
-        for offset in range(stop):
-            try:
-                key, sample = next(reading)
-            except (StopIteration, SampleError):
-                return  # a damaged unit ended here at the first reading, too
-            if offset < first:
-                continue
-            try:
-                made = transformer.apply(plan, read, offset, sample)
-            except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skips the sample, too
-                continue
-            if made is not None:
-                yield key, made
+        Raises SourceUnavailableError if the remote does not answer in eight attempts.
+        """
+        reader = UnitReader(self._source_of(plan), self._meter, threading.Event(), hang_timeout_s=math.inf)
+        reader.plan = plan
+        # A part of a unit is a unit of which the rest is cached.
+        parts = [Unit(0, unit, 0, first, ((stop, END),)) for unit, first, stop in self.parts_of(content)]
+        fetcher = Fetcher(reader.read, self._concurrency, BUFFER_BYTES, self._meter.beat)
+        try:
+            fetcher.submit(list(map(UnitRead, parts)))
+            while len(fetcher):
+                delivery, awaited = fetcher.next(_CHECK_S), fetcher.awaited
+                if delivery is not None:
+                    yield from _samples_of(delivery)
+                elif awaited is not None and awaited.stall is not None and awaited.retries > _RETRIES:
+                    raise SourceUnavailableError(awaited.stall.reason)
+        finally:
+            fetcher.stop()
+
+
+def _samples_of(delivery: Delivery) -> Iterator[tuple[Unit, int, str, Any]]:
+    """Yield the samples of `delivery`; then raise the error of its unit, unless the unit is damaged.
+
+    A damaged unit ended there at the first reading, too.
+    """
+    for chunk in delivery.chunks:
+        assert not isinstance(chunk.samples, Table)
+        for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
+            yield delivery.unit_read.unit, offset, key, sample
+    error = delivery.unit_read.error
+    if error is not None and not isinstance(error, SampleError):
+        raise error
 
 
 def _belongs_to(content: Content, key: str) -> bool:

@@ -29,7 +29,7 @@ from cachestream.transport.remote_object import RemoteObject, open_stream
 from tests.sources.tars import RNG, make, numbered, read_all, read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
-from tests.worker.support import sampling_pids
+from tests.worker.support import sampling_pids, wait_until
 
 SAMPLES: Final = 300
 FILES: Final = numbered(SAMPLES, 50_000)  # 15 MB
@@ -334,6 +334,29 @@ def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_
         keys = Counter(cached_keys(cache))
         assert len(killed) >= 2
     assert keys == Counter(f"{number}.tar#{n:05d}" for number in range(4) for n in range(150))
+
+
+@pytest.mark.e2e
+def test_the_evicted_beginning_of_a_tar_comes_again_without_the_rest(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, tmp_path: Path
+) -> None:
+    def fetched_bytes() -> int:
+        status = worker.status().worker
+        assert status is not None
+        return status.totals.fetched_bytes
+
+    source = source_through(s3_proxy, s3_server, bucket)
+    with (
+        cs.Cache(tmp_path / "cache", size_limit="100MB", min_free=0) as cache,
+        cs.start_worker(cache, source, num_workers=1, shard_size="1MB") as worker,
+    ):
+        assert worker.wait(120)
+        before_bytes = fetched_bytes()
+        cache.evict(cache.size_bytes - 2_000_000)  # the oldest shards, which hold the beginning
+        lost_bytes = 50_000 * (SAMPLES - cache.num_samples)
+        wait_until(lambda: cache.num_samples == SAMPLES, "what was evicted comes again")
+        assert len(set(cached_keys(cache))) == SAMPLES
+        assert lost_bytes <= fetched_bytes() - before_bytes <= lost_bytes + 4_000_000  # of 15 MB
 
 
 def test_a_damaged_tar_costs_a_worker_what_lies_behind_the_damage_and_is_told(tmp_path: Path) -> None:

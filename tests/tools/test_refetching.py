@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 import cachestream as cs
+from cachestream.errors import SourceUnavailableError
+from cachestream.tools import refetching
 from cachestream.tools.refetching import refetch
 from tests.cli.support import cli
 from tests.worker.sources import Named
@@ -194,6 +197,55 @@ def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Pat
         small.size_limit = 1_300_000
         with pytest.raises(cs.CacheFullError, match=r"no space in .* that the epochs need"):
             refetch(first, small, big)
+
+
+@dataclass(frozen=True)
+class Away(Named):
+    """A remote that fails as many times as the file `failures` has bytes, in the middle of a unit."""
+
+    failures: str = ""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        for number, sample in enumerate(super().read(unit, rng)):
+            if number == 2 and (left := Path(self.failures).read_bytes()):
+                Path(self.failures).write_bytes(left[1:])
+                raise SourceUnavailableError("503 from the remote")
+            yield sample
+
+
+def test_a_remote_that_fails_is_asked_again_and_ends_the_command_if_it_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refetching, "_RETRIES", 1)
+    failures = tmp_path / "failures"
+    failures.touch()
+    source = Away(units=10, samples=5, nbytes=2000, failures=str(failures))
+    cache = filled(tmp_path / "cache", source)
+    before = digests(cache)
+    trained(cache, record=tmp_path / "epochs")
+    cache.evict(0)
+    failures.write_bytes(bytes(1000))
+    with pytest.raises(SourceUnavailableError, match="503 from the remote"):
+        refetch(tmp_path / "epochs", cache, source)
+    failures.write_bytes(bytes(5))
+    monkeypatch.undo()
+    assert refetch(tmp_path / "epochs", cache, source).ok
+    assert digests(cache) == before
+
+
+def test_the_transform_is_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    """As a worker calls it."""
+    cache = filled(tmp_path / "cache", SOURCE, halve)
+    trained(cache, record=tmp_path / "epochs")
+    cache.evict(0)
+    threads: set[int] = set()
+
+    def watched(sample: dict[str, Any]) -> dict[str, Any] | None:
+        threads.add(threading.get_ident())
+        return halve(sample)
+
+    assert refetch(tmp_path / "epochs", cache, SOURCE, transform=watched).ok
+    assert threads == {threading.get_ident()}
 
 
 def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,8 @@ import cachestream as cs
 from cachestream import Cache, CacheFullError, NotEnoughSamplesError
 from cachestream.cli.display import one_line
 from cachestream.storage import snapshots
-from cachestream.storage.telemetry import ROW, Board
-from cachestream.worker.job import Job, Packed
-from cachestream.worker.sampling.unit_reader import UnitReader
+from cachestream.storage.telemetry import ROW, private_slot
+from cachestream.worker.sampling.unit_reader import FetchMeter
 from tests.support.caches import add_shard, numbered
 from tests.worker.sources import Numbers
 from tests.worker.support import (
@@ -99,15 +97,9 @@ def test_a_process_without_space_for_the_bandwidth_s_budget_says_that_the_disk_i
     cache: Cache, small_disk: Path
 ) -> None:
     """By which the supervisor knows that it did not crash."""
-    job = Job(
-        root=cache.path, sys_path=(), fingerprint="test", kind="sequential", seed=0, num_units=1, listing="",
-        num_workers=1, concurrency=1, shard_bytes=10**6, bandwidth_bytes_per_s=1e6, when_full="evict",
-        hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=None,
-    )  # fmt: skip
-    slot = Board(cache.directory.worker_file("board")).slot(0)
     fill(small_disk)
     with pytest.raises(CacheFullError, match="budget: No space left on device; free some disk"):
-        UnitReader(job, Numbers(1), cache.directory, slot, threading.Event(), in_rows=False)
+        FetchMeter(private_slot(), 1e6, cache.directory.worker_file("budget"))
 
 
 def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,10 +13,18 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.storage.telemetry import private_slot
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.unit_reader import LONGEST_PAUSE_S, Stall, Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import (
+    LONGEST_PAUSE_S,
+    FetchMeter,
+    Stall,
+    Unit,
+    UnitRead,
+    UnitReader,
+)
 from tests.support.unruly import run_unruly_server
-from tests.worker.sources import Mute
+from tests.worker.sources import Mute, Numbers
 from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, sampling_pids, wait_until
 
 
@@ -147,8 +156,7 @@ def test_others_go_first_after_a_third_of_what_a_process_may_hang_and_it_ends_af
 
 def test_pauses_grow_with_each_failed_attempt_to_a_few_seconds_and_end_when_something_comes() -> None:
     """A unit that waits for the end of an outage notices it soon, however long that lasted."""
-    reader = UnitReader.__new__(UnitReader)  # without a job, a source, and a cache
-    reader._remote_of, reader._hang_timeout_s, reader._known_good = lambda _: "a", 30.0, {}
+    reader = UnitReader(Numbers(1), FetchMeter(private_slot()), threading.Event(), hang_timeout_s=30.0)
     unit_read = UnitRead(Unit(0, 0, 0))
     pauses_s = [reader._pause_s(unit_read, "503", time.monotonic()) for _ in range(2000)]
     assert pauses_s[0] <= 0.5

@@ -28,8 +28,7 @@ import numpy.typing as npt
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
 from cachestream.sources.plugins import expect_decoders
-from cachestream.storage.layout import Directory
-from cachestream.storage.telemetry import READS_AT_ONCE, Board, Slot
+from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
 from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.order import PassPlan
@@ -37,7 +36,7 @@ from cachestream.worker.sampling.encode import Column, SampleChunk, Table, appro
 from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.sampling.transformer import Several, Transformer
-from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, Stall, Unit, UnitRead, UnitReader
 
 CALLS: Final = 3  # at once in one actor: two that alternate, and one for a backup
 RESULT_BYTES: Final = 8 << 20  # each object costs about a millisecond, here, there and in the raylet
@@ -274,18 +273,16 @@ class UnitsReader:
         limit = job.bandwidth_bytes_per_s
         self._job = job = replace(job, bandwidth_bytes_per_s=None if limit is None else limit / actors)
         payload: Payload = unpack(job.payload)
-        with tempfile.TemporaryDirectory(prefix="cachestream-") as folder:  # open files outlive their names
-            directory = Directory(folder)
-            os.mkdir(directory.worker)
-            self.slot: Slot = Board(directory.worker_file("board")).slot(0)
-            self._reader = UnitReader(
-                job,
-                payload.source,
-                directory,
-                self.slot,
-                threading.Event(),
-                in_rows=payload.transform is None,
-            )
+        self.slot = private_slot()
+        with tempfile.TemporaryDirectory(prefix="cachestream-") as folder:  # an open file outlives its name
+            meter = FetchMeter(self.slot, job.bandwidth_bytes_per_s, os.path.join(folder, "budget"))
+        self._reader = UnitReader(
+            payload.source,
+            meter,
+            threading.Event(),
+            hang_timeout_s=job.hang_timeout_s,
+            in_rows=payload.transform is None,
+        )
         self._transformer = Transformer(payload.transform, self.slot)
         self._transforming = threading.Lock()  # users expect one call at a time
         self._lock = threading.Lock()

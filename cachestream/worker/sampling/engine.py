@@ -12,7 +12,7 @@ from cachestream.worker.job import Job, Payload
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import MOST_POSITIONS
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
-from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, Stall, UnitRead, UnitReader
 
 BUFFER_BYTES: Final = 64 * 2**20
 _WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
@@ -67,8 +67,13 @@ class LocalEngine:
     def __init__(self, job: Job, payload: Payload, cache: Cache, slot: Slot, stop: threading.Event) -> None:
         self.transform = payload.transform
         self.window, self.most_claimed = _WINDOW * job.concurrency, MOST_POSITIONS
+        meter = FetchMeter(slot, job.bandwidth_bytes_per_s, cache.directory.worker_file("budget"))
         self._reader = UnitReader(
-            job, payload.source, cache.directory, slot, stop, in_rows=payload.transform is None
+            payload.source,
+            meter,
+            stop,
+            hang_timeout_s=job.hang_timeout_s,
+            in_rows=payload.transform is None,
         )
         self.fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.meter.beat)
         self._tuner = ReadTuner(self.fetcher, slot, job)

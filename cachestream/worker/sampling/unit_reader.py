@@ -22,13 +22,11 @@ from cachestream.permutation import keyed_generator, mix_key
 from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import PackedSource
-from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import metering
 from cachestream.transport.metering import Throttle
-from cachestream.worker.job import Job
-from cachestream.worker.order import Offsets, PassPlan, is_covered, is_whole
+from cachestream.worker.order import END, Offsets, PassPlan, gaps, is_covered, is_whole
 from cachestream.worker.processes import end_if_forked
 from cachestream.worker.sampling.encode import (
     Item,
@@ -67,6 +65,12 @@ class Unit:
     def is_cached(self) -> bool:
         """True if the cache holds all of the unit: it is not read."""
         return bool(self.cached) and is_whole(self.cached)
+
+    @property
+    def end(self) -> int:
+        """The offset after the last sample that is wanted; END if that is known only when the unit ends."""
+        wanted = gaps(self.cached, self.first)
+        return wanted[-1][1] if wanted else self.first
 
     def is_wanted(self, offset: int) -> bool:
         return offset >= self.first and not (self.cached and is_covered(self.cached, offset))
@@ -181,23 +185,22 @@ class UnitRead:
 
 
 class UnitReader:
-    """Reads units in any thread, and shows life in the process's slot on the board meanwhile.
+    """Reads units of `source` in any thread, and shows life in the slot of `meter` meanwhile.
 
     `in_rows`: samples may come in columns, because no transform takes them one by one.
     """
 
     def __init__(
         self,
-        job: Job,
         source: Source,
-        directory: Directory,
-        slot: Slot,
+        meter: FetchMeter,
         stop: threading.Event,
         *,
+        hang_timeout_s: float,
         in_rows: bool = False,
     ) -> None:
         self.plan: PassPlan | None = None
-        self.meter = FetchMeter(job, directory, slot)
+        self.meter = meter
         self._pid, self._in_rows = os.getpid(), in_rows
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
             source.read_rows if in_rows and isinstance(source, ColumnarSource) else source.read
@@ -207,8 +210,8 @@ class UnitReader:
             source.remote_of if isinstance(source, MixSource | PackedSource) else lambda _: None
         )
         self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came whole
-        self._hang_timeout_s = job.hang_timeout_s
-        self._slot, self._stop = slot, stop
+        self._hang_timeout_s = hang_timeout_s
+        self._slot, self._stop = meter.slot, stop
 
     def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
         """Yield the samples of the unit that are wanted, and before each further attempt a pause in seconds.
@@ -282,6 +285,7 @@ class UnitReader:
         """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
         unit, first, meter = unit_read.unit, unit_read.next_offset, self.meter
+        end = unit.end if unit.cached else END
         rng = unit_generator(self.plan, unit.number)
         meter.begin_attempt()
         offset = 0
@@ -292,13 +296,15 @@ class UnitReader:
                 if (chunk := self._wanted_rows(item, offset, first, unit)) is not None:
                     yield chunk
                 offset += len(item.keys)
-                continue
-            key, sample = item
-            nbytes = approximate_bytes(sample)
-            meter.count(nbytes)
-            if offset >= first and unit.is_wanted(offset):
-                yield offset, key, sample, nbytes
-            offset += 1
+            else:
+                key, sample = item
+                nbytes = approximate_bytes(sample)
+                meter.count(nbytes)
+                if offset >= first and unit.is_wanted(offset):
+                    yield offset, key, sample, nbytes
+                offset += 1
+            if offset >= end:  # the cache holds the rest
+                return
 
     def _wanted_rows(self, rows: Rows, offset: int, first: int, unit: Unit) -> SampleChunk | None:
         """The wanted samples of `rows`, the first of which is at `offset` in its unit; None without any."""
@@ -334,19 +340,19 @@ def _account() -> _Account:
 
 
 class FetchMeter:
-    """The accounting of the reading threads: bytes and signs of life on the board, and the bandwidth limit.
+    """The accounting of the reading threads: bytes and signs of life in `slot`, and the bandwidth limit.
 
-    Bytes that are fetched for no unit, such as those of a transform, do not count.
+    All processes with the file `budget` share the limit. Bytes that are fetched for no unit, such as those
+    of a transform, do not count.
     """
 
-    def __init__(self, job: Job, directory: Directory, slot: Slot) -> None:
-        self._slot = slot
+    def __init__(self, slot: Slot, bandwidth_bytes_per_s: float | None = None, budget: str = "") -> None:
+        self.slot = slot
         self._counting = threading.Lock()
         self._is_reported = False  # the source reports the bytes that it fetches
         self._is_throttled = False
-        limit = job.bandwidth_bytes_per_s
+        limit = bandwidth_bytes_per_s
         slot["bandwidth_bytes_per_s"] = limit or 0.0
-        budget = directory.worker_file("budget")
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
         # A server sends all that one request asks for, whether it is read or not: sockets have buffers.
@@ -375,13 +381,13 @@ class FetchMeter:
 
     def beat(self, number: int) -> None:
         """Show that thread `number` is alive."""
-        self._slot["read_beats_s"][number] = time.monotonic()
+        self.slot["read_beats_s"][number] = time.monotonic()
 
     def beat_now_and_then(self) -> None:
         """Show that this thread is alive, every millisecond at most."""
         account = _account()
         if (now_s := time.monotonic()) - account.beat_s >= _BEAT_S:
-            self._slot["read_beats_s"][account.number] = account.beat_s = now_s
+            self.slot["read_beats_s"][account.number] = account.beat_s = now_s
 
     @property
     def has_fetched(self) -> bool:
@@ -407,7 +413,7 @@ class FetchMeter:
             return
         account.unit_read.requested_s = 0.0
         with self._counting:
-            self._slot["fetched_bytes"] += nbytes
+            self.slot["fetched_bytes"] += nbytes
             account.fetched_bytes += nbytes
             owed_bytes = nbytes - account.paid_bytes
             account.paid_bytes = max(0, -owed_bytes)
