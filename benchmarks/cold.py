@@ -3,14 +3,17 @@
 A real S3 server behind a network that passes 40 MiB/s; arrays of 128 KiB. The trainer takes batches of 64 (8 MiB) and
 computes for 25 ms each, so it wants 335 MB/s. Counted from the call of `stream`, in a script that has loaded torch: when the first batch came, how many
 steps were made, which share of the time after the first batch went into waiting, and how much of the bandwidth the
-filling used meanwhile.
+filling used meanwhile. Before that, for comparison: a new Python that does no more than load s3fs and read the samples of one batch.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import time
+from typing import Any
 
 import torch  # noqa: F401 - as the script that trains has done
 
@@ -24,6 +27,19 @@ BYTES_PER_S = 40 * 2**20
 SAMPLE_BYTES = 128 * 1024
 BATCH = 64
 COMPUTE_S = 0.025
+ALONE = f"""
+import json, sys, numpy, s3fs
+filesystem = s3fs.S3FileSystem(**json.loads(sys.argv[1]))
+found = filesystem.cat([f"arrays/{{number:06d}}.npy" for number in range({BATCH})])
+assert len(found) == {BATCH}
+"""
+
+
+def driver_alone_s(options: dict[str, Any]) -> float:
+    """Seconds in which a new Python loads numpy and s3fs and reads the objects of one batch."""
+    begun_s = time.perf_counter()
+    subprocess.run([sys.executable, "-c", ALONE, json.dumps(options)], check=True, timeout=60.0)
+    return time.perf_counter() - begun_s
 
 
 def train(loader: cs.EpochLoader, begun_s: float, seconds: float) -> tuple[float, int, float]:
@@ -54,6 +70,7 @@ def main(seconds: float = 60.0) -> None:
         os.sync()  # the disk of a remote does not write while it is read
         with run_proxy(server.port, bytes_per_s=BYTES_PER_S) as proxy:
             options = server.options_through(proxy.port)
+            alone_s = driver_alone_s(options)
             begun_s = time.perf_counter()
             loader = cs.stream(
                 f"s3://arrays/{{000000..{objects - 1:06d}}}.npy",  # this server lists 1,000 names a second
@@ -68,6 +85,7 @@ def main(seconds: float = 60.0) -> None:
             loader.close()
         emit(
             first_batch_s=first_s,
+            driver_alone_s=alone_s,
             steps=steps,
             possible_steps=seconds / COMPUTE_S,
             waiting_percent=100 * waited_s / (seconds - first_s),
