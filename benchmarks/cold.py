@@ -3,7 +3,8 @@
 A real S3 server behind a network that passes 40 MiB/s; arrays of 128 KiB. The trainer takes batches of 64 (8 MiB) and
 computes for 25 ms each, so it wants 335 MB/s. Counted from the call of `stream`, in a script that has loaded torch: when the first batch came, how many
 steps were made, which share of the time after the first batch went into waiting, and how much of the bandwidth the
-filling used meanwhile. Before that, for comparison: a new Python that does no more than load s3fs and read the samples of one batch.
+filling used meanwhile. Before that, for comparison: a new Python that only loads numpy and s3fs and reads
+the samples of one batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BYTES_PER_S = 40 * 2**20
 SAMPLE_BYTES = 128 * 1024
 BATCH = 64
 COMPUTE_S = 0.025
-ALONE = f"""
+S3FS_ALONE = f"""
 import json, sys, numpy, s3fs
 filesystem = s3fs.S3FileSystem(**json.loads(sys.argv[1]))
 found = filesystem.cat([f"arrays/{{number:06d}}.npy" for number in range({BATCH})])
@@ -38,7 +39,7 @@ assert len(found) == {BATCH}
 def driver_alone_s(options: dict[str, Any]) -> float:
     """Seconds in which a new Python loads numpy and s3fs and reads the objects of one batch."""
     begun_s = time.perf_counter()
-    subprocess.run([sys.executable, "-c", ALONE, json.dumps(options)], check=True, timeout=60.0)
+    subprocess.run([sys.executable, "-c", S3FS_ALONE, json.dumps(options)], check=True, timeout=60.0)
     return time.perf_counter() - begun_s
 
 

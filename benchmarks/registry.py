@@ -371,15 +371,16 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 "s",
                 target=1.0,
                 at_most=True,
-                missed="Most of it is the driver: the row below is a new Python that does no more than load numpy and s3fs and read the same "
-                "64 objects, which takes longer than 1 s by itself. The worker loads its own modules, too, and publishes the samples before they are trained on.",
+                missed="The next row shows a new Python that only loads numpy and s3fs and reads the same 64 objects: that takes longer than 1 s by "
+                "itself, half of it to load s3fs and to make its client. The worker loads its own modules, too, and publishes the samples before they are trained on.",
             ),
             Figure("driver_alone_s", "s3fs alone: a new Python that reads those 64 objects", "s"),
             Figure(
                 "steps",
                 "steps, of 2,400",
                 target=2280,
-                missed="The 25 ms are `time.sleep`, which takes 25.2 to 25.4: hardly 2,290 steps fit into the time after the first batch.",
+                missed="A first batch after two seconds costs 80 steps, and the waiting as many. The 25 ms of a step are `time.sleep`, which takes longer "
+                "where sampling processes keep both cores busy.",
             ),
             Figure(
                 "waiting_percent",

@@ -78,7 +78,7 @@ _MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES, "no pid after the end
 _SLOTS: Final = PROCESSES_AT_MOST + 1
 _SIZE: Final = _HEAD.itemsize + _SLOTS * _SLOT.itemsize
 
-Slot = Any  # a numpy record of _SLOT, living in the map
+Slot = Any  # a numpy record of _SLOT, in the map of a board or private
 
 
 def private_slot() -> Slot:

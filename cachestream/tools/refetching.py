@@ -11,12 +11,14 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cachestream.config import check_count
 from cachestream.errors import (
     CacheError,
     CacheFullError,
@@ -35,7 +37,7 @@ from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
-from cachestream.storage.telemetry import private_slot
+from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
 from cachestream.training.manifests import load_manifest
 from cachestream.transport import metering
 from cachestream.worker.listings import list_all
@@ -53,8 +55,8 @@ if TYPE_CHECKING:
 
 
 _LOCK_TIMEOUT_S: Final = 1.0
-_RETRIES: Final = 7
-_CHECK_S: Final = 0.5
+_GIVE_UP_S: Final = 60.0  # without an answer of the remote
+_CHECK_S: Final = 0.5  # between two looks for that
 
 Transform = Callable[..., Any]
 
@@ -98,14 +100,16 @@ def refetch(
 
     `manifest` is a file, a folder of them, or the result of `wanted_shards`.
 
-    `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units
-    are read at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at
-    the time. If a worker has filled the cache, a shard fails whose samples are in other shards by now,
-    because an epoch would have them twice: refetch into an empty directory to replay it.
+    `source`, `transform` and, for weighted passes, `weights` must be what the worker had; up to `concurrency`
+    units of one shard (1 to 64) are read at once. Needed shards are not evicted meanwhile, others may be. No
+    worker may fill the cache at the time. If a worker has filled the cache, a shard fails whose samples are
+    in other shards by now, because an epoch would have them twice: refetch into an empty directory to replay
+    it.
 
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is
     too small, SourceUnavailableError and SourceError when the remote does not give the units.
     """
+    concurrency = check_count("concurrency", concurrency, 1, READS_AT_ONCE)
     wanted = manifest if isinstance(manifest, list) else wanted_shards(manifest)
     report = RefetchReport(wanted=len(wanted))
     lock = lock_file(cache.directory.supervisor_lock, timeout_s=_LOCK_TIMEOUT_S)
@@ -252,7 +256,8 @@ class _Maker:
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._divided: dict[PassPlan, Source] = {}
         self._concurrency = concurrency
-        self._transformer = Transformer(transform, slot := private_slot())
+        slot = private_slot()
+        self._transformer = Transformer(transform, slot)
         self._meter = FetchMeter(slot)
 
     def plan_of(self, content: Content) -> PassPlan:
@@ -316,11 +321,11 @@ class _Maker:
             if not _belongs_to(content, key):
                 continue
             try:
-                made = self._transformer.apply(plan, unit, offset, sample)
+                transformed = self._transformer.apply(plan, unit, offset, sample)
             except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skipped the sample, too
                 continue
             with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then as now
-                for record in to_records(made, key):
+                for record in to_records(transformed, key):
                     packer.add(record, known)
         if not packer.num_samples:
             raise _NotReproducibleError("the source gives none of its samples any more")
@@ -335,36 +340,41 @@ class _Maker:
     def _samples(self, plan: PassPlan, content: Content) -> Iterator[tuple[Unit, int, str, Any]]:
         """The samples of a shard as the source gives them, each with its unit and its offset there.
 
-        Raises SourceUnavailableError if the remote does not answer in eight attempts.
+        Raises SourceUnavailableError if the remote does not answer for a minute. After an error, reads that
+        are under way end in the background.
         """
         reader = UnitReader(self._source_of(plan), self._meter, threading.Event(), hang_timeout_s=math.inf)
         reader.plan = plan
         # A part of a unit is a unit of which the rest is cached.
         parts = [Unit(0, unit, 0, first, ((stop, END),)) for unit, first, stop in self.parts_of(content)]
-        fetcher = Fetcher(reader.read, self._concurrency, BUFFER_BYTES, self._meter.beat)
+        threads = min(self._concurrency, len(parts))
+        fetcher = Fetcher(reader.read, threads, BUFFER_BYTES, self._meter.beat)
         try:
             fetcher.submit(list(map(UnitRead, parts)))
             while len(fetcher):
                 delivery, awaited = fetcher.next(_CHECK_S), fetcher.awaited
+                stall = None if awaited is None else awaited.stall
                 if delivery is not None:
                     yield from _samples_of(delivery)
-                elif awaited is not None and awaited.stall is not None and awaited.retries > _RETRIES:
-                    raise SourceUnavailableError(awaited.stall.reason)
+                elif stall is not None and time.monotonic() - stall.since_s > _GIVE_UP_S:
+                    raise SourceUnavailableError(stall.reason)
         finally:
             fetcher.stop()
 
 
 def _samples_of(delivery: Delivery) -> Iterator[tuple[Unit, int, str, Any]]:
-    """Yield the samples of `delivery`; then raise the error of its unit, unless the unit is damaged.
+    """Yield the samples of `delivery`; then raise the error of its unit, if it has one.
 
-    A damaged unit ended there at the first reading, too.
+    Raises _NotReproducibleError for a part that is missing or damaged: it was not when it was sampled.
     """
     for chunk in delivery.chunks:
         assert not isinstance(chunk.samples, Table)
         for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
             yield delivery.unit_read.unit, offset, key, sample
     error = delivery.unit_read.error
-    if error is not None and not isinstance(error, SampleError):
+    if isinstance(error, SampleError):
+        raise _NotReproducibleError(f"the remote has changed: {error}") from error
+    if error is not None:
         raise error
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream.errors import SourceUnavailableError
+from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.tools import refetching
 from cachestream.tools.refetching import refetch
 from tests.cli.support import cli
@@ -200,7 +201,7 @@ def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Pat
 
 
 @dataclass(frozen=True)
-class Away(Named):
+class FailingRemote(Named):
     """A remote that fails as many times as the file `failures` has bytes, in the middle of a unit."""
 
     failures: str = ""
@@ -216,25 +217,24 @@ class Away(Named):
 def test_a_remote_that_fails_is_asked_again_and_ends_the_command_if_it_stays_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refetching, "_RETRIES", 1)
-    failures = tmp_path / "failures"
-    failures.touch()
-    source = Away(units=10, samples=5, nbytes=2000, failures=str(failures))
+    monkeypatch.setattr(refetching, "_GIVE_UP_S", 1.0)
+    never, often, seldom = tmp_path / "never", tmp_path / "often", tmp_path / "seldom"
+    for path, failures in ((never, 0), (often, 1000), (seldom, 5)):
+        path.write_bytes(bytes(failures))
+    source = FailingRemote(units=10, samples=5, nbytes=2000, failures=str(never))
     cache = filled(tmp_path / "cache", source)
     before = digests(cache)
     trained(cache, record=tmp_path / "epochs")
     cache.evict(0)
-    failures.write_bytes(bytes(1000))
     with pytest.raises(SourceUnavailableError, match="503 from the remote"):
-        refetch(tmp_path / "epochs", cache, source)
-    failures.write_bytes(bytes(5))
+        refetch(tmp_path / "epochs", cache, replace(source, failures=str(often)))
     monkeypatch.undo()
-    assert refetch(tmp_path / "epochs", cache, source).ok
+    assert refetch(tmp_path / "epochs", cache, replace(source, failures=str(seldom))).ok
     assert digests(cache) == before
 
 
-def test_the_transform_is_called_by_one_thread_at_a_time(tmp_path: Path) -> None:
-    """As a worker calls it."""
+def test_the_transform_is_called_in_the_thread_of_the_caller(tmp_path: Path) -> None:
+    """A worker calls it in one thread, too."""
     cache = filled(tmp_path / "cache", SOURCE, halve)
     trained(cache, record=tmp_path / "epochs")
     cache.evict(0)
@@ -246,6 +246,30 @@ def test_the_transform_is_called_by_one_thread_at_a_time(tmp_path: Path) -> None
 
     assert refetch(tmp_path / "epochs", cache, SOURCE, transform=watched).ok
     assert threads == {threading.get_ident()}
+
+
+@dataclass(frozen=True)
+class Shortened(Named):
+    """A remote whose units end after three samples by now."""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        yield from islice(super().read(unit, rng), 3)
+        raise SampleError("truncated by now")
+
+
+def test_a_unit_that_was_damaged_since_is_told(tmp_path: Path) -> None:
+    cache = filled(tmp_path / "cache", SOURCE)
+    trained(cache, record=tmp_path / "epochs")
+    cache.evict(0)
+    report = refetch(tmp_path / "epochs", cache, Shortened(SOURCE.units, SOURCE.samples, SOURCE.nbytes))
+    assert report.brought == 0
+    assert "the remote has changed: truncated by now" in report.failed[0]
+
+
+@pytest.mark.parametrize("concurrency", [0, 65, True])
+def test_the_number_of_units_at_once_is_checked(concurrency: int, tmp_path: Path) -> None:
+    with pytest.raises(cs.ConfigError, match=r"concurrency=.*: give a whole number, 1 or more, 64 at most"):
+        refetch(tmp_path / "epochs", cs.Cache(tmp_path / "cache", "1MB"), SOURCE, concurrency=concurrency)
 
 
 def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:

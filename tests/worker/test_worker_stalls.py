@@ -14,6 +14,7 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.storage.telemetry import private_slot
+from cachestream.transport import metering
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit_reader import (
     LONGEST_PAUSE_S,
@@ -157,6 +158,7 @@ def test_others_go_first_after_a_third_of_what_a_process_may_hang_and_it_ends_af
 def test_pauses_grow_with_each_failed_attempt_to_a_few_seconds_and_end_when_something_comes() -> None:
     """A unit that waits for the end of an outage notices it soon, however long that lasted."""
     reader = UnitReader(Numbers(1), FetchMeter(private_slot()), threading.Event(), hang_timeout_s=30.0)
+    metering.install(None)
     unit_read = UnitRead(Unit(0, 0, 0))
     pauses_s = [reader._pause_s(unit_read, "503", time.monotonic()) for _ in range(2000)]
     assert pauses_s[0] <= 0.5

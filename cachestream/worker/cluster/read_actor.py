@@ -106,7 +106,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class UnitEnd:
-    """The end of a unit: read to its end, failed, or to be tried again after `pause_s`."""
+    """The end of a unit: read as far as it is wanted, failed, or to be tried again after `pause_s`."""
 
     failure: Failure | None = None
     pause_s: float | None = None

@@ -228,7 +228,7 @@ class RemoteFetcher:
             self._arrived.notify()
 
     def end(self, unit_read: UnitRead, error: BaseException | None) -> None:
-        """Note that a unit is read to its end, or has failed."""
+        """Note that a unit is read as far as it is wanted, or has failed."""
         with self._lock:
             unit_read.error = error
             unit_read.enter(UnitState.FINISHED)

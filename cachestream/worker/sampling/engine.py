@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Adapt to what the last reads brought; called several times a second."""
 
     def unit_came(self) -> None:
-        """Note that a unit came whole."""
+        """Note that a unit came without an error."""
 
     def stop(self) -> None:
         """End the reading; what has not been delivered is dropped."""

@@ -1,8 +1,8 @@
 """Several units in flight, delivered in order, so that latency does not limit the speed.
 
-Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
-order in which the units were submitted, so that the progress of a claim is one number. The bytes that wait
-are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
+Each thread reads one unit at a time (fetching and decoding release the GIL); the main thread takes the
+samples in the order in which the units were submitted, so that the progress of a claim is one number. The
+bytes that wait are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
 unit that does not answer can be put aside: it keeps its thread, another thread takes its place, and the unit
 becomes the next one as soon as samples of it arrive.
 """
@@ -21,7 +21,7 @@ from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitState
 
-FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came whole
+FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came
 TURN_S: Final = 0.3
 GAIN: Final = 1.3
 STARVED: Final = 0.5  # of a turn: so much waiting for samples lets more reads be tried
@@ -83,7 +83,7 @@ class Concurrency:
         return Concurrency(more, self.active, rate)
 
     def came(self, most: int) -> Concurrency:
-        """The numbers after a unit came whole: twice the reads, up to FIRST_READS, before the first trial."""
+        """The numbers after a unit came: twice the reads, up to FIRST_READS, before the first trial."""
         if self.active >= min(FIRST_READS, most) or self.active != self.settled or self.rest or self.goal:
             return self
         more = min(2 * self.active, FIRST_READS, most)
@@ -380,7 +380,7 @@ class ReadTuner:
         )
 
     def unit_came(self) -> None:
-        """Note that a unit came whole; under a bandwidth limit only the turns decide."""
+        """Note that a unit came; under a bandwidth limit only the turns decide."""
         concurrency = self._concurrency.came(self._most)
         if concurrency is not self._concurrency and not self._is_limited:
             self._use(concurrency)

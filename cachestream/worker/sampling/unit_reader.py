@@ -68,9 +68,12 @@ class Unit:
 
     @property
     def end(self) -> int:
-        """The offset after the last sample that is wanted; END if that is known only when the unit ends."""
+        """The offset after the last sample that is wanted; END if that is known only when the unit ends.
+
+        0 if none is wanted.
+        """
         wanted = gaps(self.cached, self.first)
-        return wanted[-1][1] if wanted else self.first
+        return wanted[-1][1] if wanted else 0
 
     def is_wanted(self, offset: int) -> bool:
         return offset >= self.first and not (self.cached and is_covered(self.cached, offset))
@@ -91,7 +94,7 @@ class UnitState(Enum):
     QUEUED = "waits for a thread"
     READING = "is read by a thread"
     PAUSED = "its thread waits for the next attempt"
-    FINISHED = "read to its end, or failed"
+    FINISHED = "read up to its last wanted sample, or failed"
 
 
 _NEXT_STATES: Final = {
@@ -209,7 +212,7 @@ class UnitReader:
         self._remote_of: Callable[[int], Hashable] = (
             source.remote_of if isinstance(source, MixSource | PackedSource) else lambda _: None
         )
-        self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came whole
+        self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came without an error
         self._hang_timeout_s = hang_timeout_s
         self._slot, self._stop = meter.slot, stop
 
@@ -285,7 +288,8 @@ class UnitReader:
         """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
         unit, first, meter = unit_read.unit, unit_read.next_offset, self.meter
-        end = unit.end if unit.cached else END
+        if (end := unit.end if unit.cached else END) <= first:
+            return
         rng = unit_generator(self.plan, unit.number)
         meter.begin_attempt()
         offset = 0
@@ -342,8 +346,8 @@ def _account() -> _Account:
 class FetchMeter:
     """The accounting of the reading threads: bytes and signs of life in `slot`, and the bandwidth limit.
 
-    All processes with the file `budget` share the limit. Bytes that are fetched for no unit, such as those
-    of a transform, do not count.
+    All processes with the file `budget`, which a limit needs, share the limit. Bytes that are fetched for no
+    unit, such as those of a transform, do not count.
     """
 
     def __init__(self, slot: Slot, bandwidth_bytes_per_s: float | None = None, budget: str = "") -> None:
