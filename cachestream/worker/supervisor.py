@@ -204,7 +204,11 @@ class Supervisor:
         if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
+        # Before the catalogue is asked: a process that was stopped may hold its lock, until it is killed.
         self._samplers.check(now_s, self._resumed_s)
+        self._lister.tick(now_s, self._resumed_s)
+        if self._sharing is not None:
+            self._sharing.tick(now_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._reap_orphans()
@@ -212,9 +216,6 @@ class Supervisor:
         if self._samplers.unrecorded:  # before another process reads them
             self._cache.filling.record_suspects(self._samplers.unrecorded)
             self._samplers.unrecorded.clear()
-        self._lister.tick(now_s, self._resumed_s)
-        if self._sharing is not None:
-            self._sharing.tick(now_s)
         if self._samplers.have_ended:
             self._next_pass(now_s)
         self._samplers.start_due(now_s)

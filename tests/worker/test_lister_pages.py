@@ -6,10 +6,12 @@ import hashlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tests.worker.support import (
     ROOT,
     Processes,
     fill,
+    is_running,
     keys_of,
     kill_supervisor,
     listed,
@@ -198,6 +201,28 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
         assert worker.wait(DEADLINE_S)
     ended = log_of(cache).count("no sign of life")
     assert 1 <= remote.proxy.lists <= ended, "the page that was missing, and no other"
+    assert only_once(cache) == keys
+
+
+@pytest.mark.slow  # the supervisor waits for the lock
+def test_a_lister_that_is_stopped_while_the_catalogue_is_locked_is_replaced(
+    cache: Cache, remote: Remote, processes: Processes
+) -> None:
+    """It may hold the lock itself: the supervisor looks at its processes before it asks the catalogue."""
+    keys = put(remote.folder, names_in(NAMES))
+    source = remote.open()
+    remote.proxy.lists_allowed = 1
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=8.0) as worker:
+        wait_until(lambda: listed(cache) == FIRST + READ, "a page is stored")
+        (stopped,) = lister_pids(processes)
+        with closing(
+            sqlite3.connect(cache.catalogue.path, timeout=DEADLINE_S, isolation_level=None)
+        ) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            os.kill(stopped, signal.SIGSTOP)
+            wait_until(lambda: not is_running(stopped), "the stopped process was ended")
+        remote.proxy.lists_allowed = None
+        assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys
 
 
