@@ -204,7 +204,7 @@ class Supervisor:
         if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
-        # Before the catalogue is asked: a process that was stopped may hold its lock, until it is killed.
+        # Before the catalogue is asked: a stopped process may hold its lock until it is killed here.
         self._samplers.check(now_s, self._resumed_s)
         self._lister.tick(now_s, self._resumed_s)
         if self._sharing is not None:

@@ -77,10 +77,8 @@ def test_the_wanted_samples_come_and_the_source_is_not_read_after_the_last(
     found = read(source, Unit(0, 0, 0, first, cached), in_rows=in_rows)
     assert found == [at for at in range(first, SAMPLES) if not is_covered(cached, at)]
     if is_covered(cached, END - 1):  # the cache holds the end of the unit: the last wanted sample is known
-        step, wanted = (
-            (3 if in_rows else 1),
-            range(first, min(start for start, stop in cached if stop == END)),
-        )
+        step = 3 if in_rows else 1
+        wanted = range(first, min(start for start, stop in cached if stop == END))
         last = max((at for at in wanted if not is_covered(cached, at)), default=-1)
         assert len(source.taken) == min(SAMPLES, (last // step + 1) * step)
     else:
