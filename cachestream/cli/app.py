@@ -190,6 +190,7 @@ def stop(
             "--timeout",
             envvar="CACHESTREAM_STOP_TIMEOUT",
             min=0.0,
+            callback=finite,
             help="Seconds to wait until it has ended.",
         ),
     ] = 5.0,

@@ -37,6 +37,8 @@ _PAUSE_S: Final = 0.005
 _ORPHANED_CHECKS: Final = 400
 _ANSWER_S: Final = 10.0  # the fork server may still be loading
 _LAST_OUTPUT_BYTES: Final = 8192
+START_DEADLINE_S: Final = 120.0
+_LEAST_PATIENCE_S: Final = 5.0  # a process that shows life does so every half a second
 # The modules that the processes need; the module of the source is known when there is a job.
 _PRELOADED: Final = (
     "cachestream.worker.sampling.sampler",
@@ -296,6 +298,16 @@ class ChildProcess:
     @property
     def running(self) -> bool:
         return self._process is not None
+
+    def is_silent(self, now_s: float, resumed_s: float, patience_s: float) -> bool:
+        """True if the process runs but has shown no sign of life for `patience_s`, or 120 s after its start.
+
+        `resumed_s`: the time at which all processes continued after a stop; none could show life before.
+        """
+        if self.life_s is None:
+            return self.running and now_s - max(self.started_s, resumed_s) > START_DEADLINE_S
+        silent_s = now_s - max(self.life_s, resumed_s)
+        return self.running and silent_s > max(_LEAST_PATIENCE_S, patience_s)
 
     @property
     def is_over(self) -> bool:

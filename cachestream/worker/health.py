@@ -19,7 +19,7 @@ from cachestream.config import NO_THREADS
 from cachestream.linux import is_stopped
 from cachestream.storage.progress import Suspect
 from cachestream.storage.telemetry import ENDED, STARTING, Board
-from cachestream.worker.child_process import ChildProcess, ForkServer
+from cachestream.worker.child_process import START_DEADLINE_S, ChildProcess, ForkServer
 from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ BREAKER_CRASHES: Final = 5
 BREAKER_ISOLATIONS: Final = 16  # two deaths for a bad unit: eight bad units in a row
 BREAKER_KILLS: Final = 25
 BREAKER_WINDOW_S: Final = 600.0
-START_DEADLINE_S: Final = 120.0
 TROUBLE_S: Final = 60.0
 _QUIET_S: Final = 5.0  # housekeeping, which causes most system errors, runs more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0

@@ -22,15 +22,20 @@ from cachestream.storage.cache import Cache
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.child_process import ChildProcess, ForkServer
-from cachestream.worker.health import LATER_PAUSE_S, START_DEADLINE_S, GiveUpError
+from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
 from cachestream.worker.job import Job, load_shared, unpack
 from cachestream.worker.listings import Listings, open_store, store_rest
-from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, exit_code, exit_now, tie_to_supervisor
+from cachestream.worker.processes import (
+    EXIT_FATAL,
+    EXIT_LATER,
+    SignsOfLife,
+    exit_code,
+    exit_now,
+    tie_to_supervisor,
+)
 
-_BEAT_S: Final = 0.2
 _MOST_DEATHS: Final = 5
 _LONGEST_PAUSE_S: Final = 5.0
-_LEAST_PATIENCE_S: Final = 5.0  # the process shows life every half a second
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -78,22 +83,16 @@ class Lister:
     def tick(self, now_s: float, resumed_s: float = -math.inf) -> None:
         """Reap, restart or kill the process as needed; raises GiveUpError if the current listing has failed.
 
-        `resumed_s`: the time at which all processes continued after a stop; none could show life before.
+        `resumed_s`: see `ChildProcess.is_silent`.
         """
         code = self.process.reap()
         if code is not None:
             self._ended(code, now_s)
-        elif self.process.running and self._hangs(now_s, resumed_s):
+        elif self.process.is_silent(now_s, resumed_s, self._hang_timeout_s):
             logger.warning("the lister shows no sign of life: it is killed, and another one goes on")
             self.process.kill()
         if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
             self._start(is_next=self._is_next)
-
-    def _hangs(self, now_s: float, resumed_s: float) -> bool:
-        life_s = self.process.life_s
-        if life_s is None:
-            return now_s - max(self.process.started_s, resumed_s) > START_DEADLINE_S
-        return now_s - max(life_s, resumed_s) > max(_LEAST_PATIENCE_S, self._hang_timeout_s)
 
     def stop(self) -> None:
         """End the process; the next one continues the current listing, or restarts a listing for changes."""
@@ -153,7 +152,7 @@ def main() -> None:
 def _run(job: Job, *, is_next: bool) -> None:
     source = as_incremental(unpack(job.payload).source)
     assert source is not None
-    metering.install(_Life().show)
+    metering.install(SignsOfLife().show)
 
     def wait(delay_s: float) -> bool:
         metering.wait(delay_s)
@@ -171,17 +170,3 @@ def _run(job: Job, *, is_next: bool) -> None:
                 metering.wait(next(delays))
             else:
                 return
-
-
-class _Life:
-    """Prints empty lines as signs of life."""
-
-    def __init__(self) -> None:
-        self._shown_s = -math.inf
-
-    def show(self, _nbytes: int = 0) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= _BEAT_S:
-            self._shown_s = now_s
-            sys.stdout.write("\n")
-            sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
+import math
 import os
 import pickle
 import signal
@@ -43,6 +44,7 @@ _MAY_PASS: Final[tuple[type[Exception], ...]] = (
     DiskFailedError,
 )
 STOP_S: Final = 3.0
+_BEAT_S: Final = 0.2
 _NICE: Final = 5
 
 
@@ -225,6 +227,21 @@ def _restore_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+class SignsOfLife:
+    """Empty lines, which a child process prints for its supervisor, see `ChildProcess.is_silent`."""
+
+    def __init__(self) -> None:
+        self._shown_s = -math.inf
+
+    def show(self, _nbytes: int = 0) -> None:
+        """Print one, unless the last one is recent."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= _BEAT_S:
+            self._shown_s = now_s
+            sys.stdout.write("\n")
+            sys.stdout.flush()
 
 
 def exit_code(

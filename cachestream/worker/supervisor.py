@@ -208,7 +208,7 @@ class Supervisor:
         self._samplers.check(now_s, self._resumed_s)
         self._lister.tick(now_s, self._resumed_s)
         if self._sharing is not None:
-            self._sharing.tick(now_s)
+            self._sharing.tick(now_s, self._resumed_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._reap_orphans()

@@ -30,6 +30,25 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
+def device() -> str | None:
+    """The kind of this machine's accelerator, None without one. It is started: its driver keeps files open."""
+    import torch  # not by tests that need none of it
+
+    from cachestream.training.batches.transfer import accelerator
+
+    kind = accelerator()
+    if kind is not None:
+        torch.zeros(1, device=kind)
+    return kind
+
+
+@pytest.fixture
+def cuda(device: str | None) -> None:
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
 def forked() -> None:
     """The server of `tests.support.forked` runs, with an environment that no test has changed."""
     start_server()

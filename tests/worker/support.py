@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except (OSError, IndexError):
         return False
+
+
+def stop_under_lock(cache: Cache, pid: int) -> None:
+    """Stop the process while the catalogue is locked, as if it held the lock, until it was ended."""
+    with closing(sqlite3.connect(cache.catalogue.path, timeout=DEADLINE_S, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: not is_running(pid), "the stopped process was ended")
 
 
 @dataclass

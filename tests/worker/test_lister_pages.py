@@ -6,12 +6,10 @@ import hashlib
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +33,13 @@ from tests.worker.support import (
     ROOT,
     Processes,
     fill,
-    is_running,
     keys_of,
     kill_supervisor,
     listed,
     log_of,
     only_once,
     plan_of,
+    stop_under_lock,
     wait_until,
 )
 
@@ -215,12 +213,7 @@ def test_a_lister_that_is_stopped_while_the_catalogue_is_locked_is_replaced(
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=8.0) as worker:
         wait_until(lambda: listed(cache) == FIRST + READ, "a page is stored")
         (stopped,) = lister_pids(processes)
-        with closing(
-            sqlite3.connect(cache.catalogue.path, timeout=DEADLINE_S, isolation_level=None)
-        ) as other:
-            other.execute("BEGIN EXCLUSIVE")
-            os.kill(stopped, signal.SIGSTOP)
-            wait_until(lambda: not is_running(stopped), "the stopped process was ended")
+        stop_under_lock(cache, stopped)
         remote.proxy.lists_allowed = None
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys

@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import os
 import signal
-import sqlite3
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.worker.support import (
     keys_of,
     only_once,
     sampling_pids,
+    stop_under_lock,
     wait_until,
 )
 
@@ -183,12 +182,7 @@ def test_a_process_that_is_stopped_while_the_catalogue_is_locked_is_replaced(cac
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:
         cache.wait(1, DEADLINE_S)
         (pid,) = sampling_pids(cache)
-        with closing(
-            sqlite3.connect(cache.catalogue.path, timeout=DEADLINE_S, isolation_level=None)
-        ) as other:
-            other.execute("BEGIN EXCLUSIVE")
-            os.kill(pid, signal.SIGSTOP)
-            wait_until(lambda: not is_running(pid), "the stopped process was ended")
+        stop_under_lock(cache, pid)
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == source.keys()
 

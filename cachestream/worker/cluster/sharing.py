@@ -35,7 +35,7 @@ from cachestream.worker.health import LATER_PAUSE_S
 from cachestream.worker.job import Job, load_shared
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import block_size
-from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
+from cachestream.worker.processes import SignsOfLife, exit_code, exit_now, tie_to_supervisor
 
 SYNC_S: Final = 0.3
 _OFFERED: Final = 2  # claims ready for each sampling process
@@ -78,7 +78,9 @@ class FillingAlone:
             sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{ALONE}\n")
 
     def _run(self) -> None:
+        life = SignsOfLife()  # here: this thread never waits for Ray
         while not self._stop.wait(SYNC_S):
+            life.show()
             silent_s = time.monotonic() - self._answered_s
             if silent_s > ANSWER_S:
                 self._note(f"for {silent_s:.0f} s")

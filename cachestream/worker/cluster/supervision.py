@@ -30,12 +30,16 @@ class SharingProcess:
             "cachestream.worker.cluster.sharing", "sharing", server, job.sys_path, job_fd
         )
         self.message = ""
+        self._hang_timeout_s = job.hang_timeout_s
 
     def begin(self, now_s: float) -> None:
         self.process.start(now_s)
 
-    def tick(self, now_s: float) -> None:
-        """Reap and restart the process; raises GiveUpError if the group refuses the cache."""
+    def tick(self, now_s: float, resumed_s: float) -> None:
+        """Reap, restart or kill the process as needed; raises GiveUpError if the group refuses the cache.
+
+        `resumed_s`: see `ChildProcess.is_silent`.
+        """
         code = self.process.reap()
         if code == EXIT_FATAL:
             raise GiveUpError(self.process.last_output)
@@ -44,6 +48,9 @@ class SharingProcess:
                 "the process that shares the filling ended with code %d: another one follows", code
             )
             self.process.start_at_s = now_s + LATER_PAUSE_S
+        elif self.process.is_silent(now_s, resumed_s, self._hang_timeout_s):
+            logger.warning("the process that shares the filling shows no sign of life: it is killed")
+            self.process.kill()
         if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
             self.process.start(now_s)
         output = self.process.last_output

@@ -112,7 +112,7 @@ def test_the_draws_do_not_depend_on_the_thread(new_cache: NewCache) -> None:
     assert threads <= {"cachestream-gather_0", "cachestream-gather_1"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_the_generator_is_on_the_batches_device(new_cache: NewCache) -> None:
     def on_device(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
         assert generator.device == batch["x"].device

@@ -24,6 +24,7 @@ from tests.worker.support import (
     log_of,
     only_once,
     sampling_pids,
+    stop_under_lock,
     supervisor_pid,
     wait_until,
 )
@@ -256,6 +257,20 @@ def test_a_process_that_is_killed_costs_nothing(
             sampling_pids(cache)[0] if victim == "sampler" else sharing_pid(cache, processes), signal.SIGKILL
         )
     members.wait(source.keys())
+
+
+@pytest.mark.slow  # the supervisor waits for the lock
+def test_a_sharing_process_that_is_stopped_while_the_catalogue_is_locked_is_replaced(
+    members: Members, processes: Processes, tmp_path: Path
+) -> None:
+    source = numbers(tmp_path, pause_s=0.05)
+    for _ in range(2):
+        members.start(source, hang_timeout_s=6.0)
+    first = members.caches[0]
+    wait_until(lambda: first.num_samples > 20, "the cache holds something")
+    stop_under_lock(first, sharing_pid(first, processes))
+    members.wait(source.keys())
+    assert "no sign of life" in log_of(first)
 
 
 def kill_supervisor_of(members: Members, index: int) -> None:
