@@ -1,6 +1,6 @@
 """Measure this machine: `python -m benchmarks [NAME ...] [--rounds 3] [--save]` (or `make bench`).
 
-Without names all benchmarks but those of other loaders. Prints the median and the spread of every figure; with --save they
+Without names all benchmarks that this machine can run, but those of other loaders. Prints the median and the spread of every figure; with --save they
 are kept in benchmarks/results/NAME.json after every run, from which `make results` makes the page.
 """
 
@@ -13,6 +13,7 @@ import sys
 from benchmarks.measure import run_rounds
 from benchmarks.record import save
 from benchmarks.registry import BENCHMARKS
+from cachestream.training.batches.transfer import accelerator
 
 
 def main() -> None:
@@ -24,7 +25,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - set(names):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    wanted = options.names or names
+    wanted = options.names or [
+        name for name in names if accelerator() is not None or not BENCHMARKS[name].needs_accelerator
+    ]
     timeout_s = max(BENCHMARKS[name].timeout_s for name in wanted)
     commands = {name: ["-m", f"benchmarks.{name}"] for name in wanted}
     found = run_rounds(

@@ -46,6 +46,7 @@ class Benchmark:
     timeout_s: float = 600.0
     command: str = ""  # of those that `python -m benchmarks` does not run
     plot: str = ""  # relative to the page
+    needs_accelerator: bool = False  # left out where torch finds none, unless it is named
 
     def shown_command(self, name: str) -> str:
         return self.command or f"python -m benchmarks {name}"
@@ -112,6 +113,29 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             ),
             Figure("share_of_a_processor", "time of the loop on a processor, the share"),
         ),
+    ),
+    "accelerator": Benchmark(
+        "Batches on an accelerator",
+        "The warm batches from above, delivered to the device, beside copies of one batch in pinned memory (the limit of the bus) and "
+        "beside a `DataLoader` over the same cache with eight workers and pinned memory, in turns; then a training step of eight such "
+        "copies' time over them, beside the same loop over one batch that stays on the device.",
+        (
+            Figure("copy_gb_per_s", "copies of a pinned batch", "GB/s"),
+            Figure("loader_gb_per_s", "`EpochLoader(device=)`", "GB/s"),
+            Figure("dataloader_gb_per_s", "`DataLoader`", "GB/s"),
+            Figure(
+                "loader_to_copy",
+                "of the copies",
+                target=0.8,
+                missed="The copies read one place of 8 MiB. The loader's two threads first gather rows from random places into pinned "
+                "memory: as fast as into host memory (16.4 GB/s by `benchmarks.warm` on the same machine, where one thread's memcpy "
+                "reaches 8.4), which is less than the bus takes and several times what a training step asks for.",
+            ),
+            Figure("loader_to_dataloader", "to the `DataLoader`", target=1.0),
+            Figure("step_ms", "a training step", "ms"),
+            Figure("share_of_training_speed", "of the speed of the loop without a loader", target=0.97),
+        ),
+        needs_accelerator=True,
     ),
     "packing": Benchmark(
         "Packed tokens",

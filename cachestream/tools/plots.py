@@ -46,9 +46,8 @@ def plot_growth(
     if accuracy:
         times_s, shares = np.transpose(accuracy)
         ended = (times_s - rows["time_s"][0]) / unit_s
-        panels[2].plot(
-            ended, 100 * shares, "o-", color=_ORANGE, label="on held-out samples, after each epoch"
-        )
+        label = "on held-out samples, after each epoch"
+        panels[2].plot(ended, 100 * shares, "o-", color=_ORANGE, clip_on=False, label=label)
         panels[2].set_ylabel("accuracy (%)")
     panels[-1].set_xlabel(f"time since the first worker ({unit})")
     for axes in panels:
