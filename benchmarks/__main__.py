@@ -1,7 +1,8 @@
 """Measure this machine: `python -m benchmarks [NAME ...] [--rounds 3] [--save]` (or `make bench`).
 
-Without names all benchmarks that this machine can run, but those of other loaders. Prints the median and the spread of every figure; with --save they
-are kept in benchmarks/results/NAME.json after every run, from which `make results` makes the page.
+Without names all benchmarks that this machine can run, but those of other loaders. Prints the median and the spread of
+every figure; with --save they are kept in benchmarks/results/NAME.json after every run, from which `make results` makes
+the page.
 """
 
 from __future__ import annotations

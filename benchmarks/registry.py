@@ -421,7 +421,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         "Sources",
         "One process fills a cache: MB/s, and the ratio to the format's own library when it keeps the samples in files, and when it "
         "keeps nothing. From the page cache, from an S3 server on this machine, and from that behind 50 ms of latency.",
-        timeout_s=1800,
+        timeout_s=3600,
     ),
     "diversity": Benchmark(
         "Diversity of the first epoch",
