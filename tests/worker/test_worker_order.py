@@ -58,7 +58,7 @@ def test_a_torch_sampler_may_repeat_units(cache: Cache) -> None:
 
 @pytest.mark.e2e
 def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache) -> None:
-    source = Numbers(120, pause_s=0.01)
+    source = Numbers(120, pause_s=0.03)
     for _ in range(2):
         worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=RandomSampler(range(120)))
         cache.wait(cache.num_samples + 20, DEADLINE_S)
