@@ -44,6 +44,7 @@ def device() -> str | None:
 
 @pytest.fixture
 def cuda(device: str | None) -> None:
+    """Skip the test where there is no CUDA device."""
     if device != "cuda":
         pytest.skip("needs a CUDA device")
 
