@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.permutation import Permutation, mix_key
-from cachestream.sources.base import Source, check_unit, listing_digest_of, units_of
+from cachestream.sources.base import ColumnarSource, Rows, Source, check_unit, listing_digest_of, units_of
 from cachestream.sources.user_code import digest_of
 
 _CYCLE_KEY: Final = 5
@@ -113,10 +113,27 @@ class MixSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of the source's unit that `unit` stands for."""
-        index, inner, cycle = self.locate(unit)
-        prefix = f"{self.names[index]}.{cycle}" if cycle else self.names[index]
-        for key, sample in self.sources[index].read(inner, rng):
+        source, inner, prefix = self._unit_of(unit)
+        for key, sample in source.read(inner, rng):
             yield f"{prefix}/{key}", sample
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        """Yield the samples of `read`, in columns if the source of `unit` has them in columns."""
+        source, inner, prefix = self._unit_of(unit)
+        if not isinstance(source, ColumnarSource):
+            yield from self.read(unit, rng)
+            return
+        for item in source.read_rows(inner, rng):
+            if isinstance(item, Rows):
+                yield Rows([f"{prefix}/{key}" for key in item.keys], item.fields)
+            else:
+                yield f"{prefix}/{item[0]}", item[1]
+
+    def _unit_of(self, unit: int) -> tuple[Source, int, str]:
+        """Return the source of `unit`, the unit in it, and what its keys begin with."""
+        index, inner, cycle = self.locate(unit)
+        name = self.names[index]
+        return self.sources[index], inner, f"{name}.{cycle}" if cycle else name
 
     def remote_of(self, unit: int) -> int:
         """Return the index of the source of `unit`: one remote may be down while the others answer."""

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream.errors import ConfigError
+from cachestream.sources.base import Rows, one_by_one
 from cachestream.sources.mix import Interleaving, MixSource
 from cachestream.testing.checks import check_source
 from tests.worker.support import DEADLINE_S
@@ -170,6 +173,19 @@ def test_a_mix_keeps_the_protocol(endless: bool) -> None:
         return cs.mix([(numbers(5), 2), (second, 1)])
 
     check_source(made)
+
+
+def test_tables_in_a_mix_are_read_in_columns_and_give_the_same_samples(tmp_path: Path) -> None:
+    table = pa.table({"x": range(7), "name": list("abcdefg")})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    mixed = cs.mix({"table": (cs.ParquetSource(tmp_path), 1), "list": ([{"x": 7, "name": "h"}] * 2, 1)})
+    found = {unit: list(mixed.read_rows(unit, np.random.default_rng(0))) for unit in range(4)}
+    in_columns = {unit for unit, items in found.items() if any(isinstance(item, Rows) for item in items)}
+    assert in_columns == {unit for unit in found if mixed.locate(unit)[0] == 0}
+    samples = {unit: list(mixed.read(unit, np.random.default_rng(0))) for unit in found}
+    assert {unit: list(one_by_one(items)) for unit, items in found.items()} == samples
+    names = {key.split("/")[0] for items in samples.values() for key, _ in items}
+    assert names == {"table", "list"}
 
 
 def test_a_copy_by_pickle_is_small_and_the_same() -> None:
