@@ -104,6 +104,16 @@ def write_numbers(folder: Path) -> None:
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=5000, compression="none")
 
 
+def write_tokens(folder: Path) -> None:
+    for number in range(4):
+        ends = np.cumsum(RNG.integers(200, 801, 50_000), dtype=np.int32)
+        tokens = RNG.integers(0, 50_000, ends[-1], dtype=np.int32)
+        table = pa.table(
+            {"tokens": pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), pa.array(tokens))}
+        )
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=2000, compression="none")
+
+
 def read_parquet(files: Any, path: str) -> Iterator[Any]:
     for name in sorted(files.ls(path, detail=False)):
         with files.open(name) as file:
@@ -219,6 +229,7 @@ CASES: Final = {
         write_parquet, source_of(cs.ParquetSource, decode_images=False), read_parquet, *BLOBS
     ),
     "parquet, 8 numbers": Case(write_numbers, source_of(cs.ParquetSource), read_parquet, 2_000_000, 64),
+    "parquet, 500 tokens": Case(write_tokens, source_of(cs.ParquetSource), read_parquet, 200_000, 2000),
     "tfrecord, 50 kB": Case(
         write_tfrecords, source_of(cs.TFRecordSource, decode_images=False), read_tfrecords, *BLOBS
     ),

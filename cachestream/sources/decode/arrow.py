@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -294,12 +295,13 @@ def nested(arrow: Any, array: Any, name: str) -> Values:
         return values.reshape(
             [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
         )
-    return [
-        Unusable(f"column '{name}' holds a null")
-        if row in bad
-        else _row_array(values, lengths, ends, row, name)
-        for row in range(len(lengths[0]))
-    ]
+    if len(ends) == 1:
+        rows: list[Any] = [values[first:last] for first, last in itertools.pairwise(ends[0].tolist())]
+    else:
+        rows = [_row_array(values, lengths, ends, row, name) for row in range(len(lengths[0]))]
+    for row in bad:
+        rows[row] = Unusable(f"column '{name}' holds a null")
+    return rows
 
 
 def _row_array(

@@ -23,7 +23,7 @@ MOST_SAMPLES: Final = 64  # of a chunk
 MOST_BYTES: Final = 256 * 1024
 LONGEST_S: Final = 0.01  # shorter than this, threads that wait for the interpreter would send single samples
 _NUMBERS: Final = (np.generic, int, float)
-_SCHEMAS: Final = 1024  # cached, for fields whose shape varies from sample to sample
+_SCHEMAS: Final = 4096  # cached, for fields whose shape varies from sample to sample
 
 
 Column = npt.NDArray[np.uint8] | Sequence[BytesLike]

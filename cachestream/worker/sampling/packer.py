@@ -31,7 +31,7 @@ Votes = list[tuple[Schema, int]]  # how many samples have which schema
 
 _FIRST_BYTES: Final = 64 * 1024
 _OFFSET_BYTES: Final = 8
-_MOST_FITTING: Final = 16  # schemas of samples that need not be checked again
+_MOST_FITTING: Final = 4096  # schemas that need not be checked again: as many as lists have lengths
 _AT_ONCE_BYTES: Final = 256 * 1024  # copied without releasing the GIL: getting it back may take longer
 
 ALIKE: Final = 8  # so many samples of one process decide, if none of any process differs
