@@ -94,7 +94,10 @@ def test_a_listing_is_completed_where_all_units_are_needed_and_only_there() -> N
         (lambda folder: cs.CacheSource(folder / "cache"), {NamedSource, ColumnarSource}),
         (lambda folder: cs.LinesSource(folder / "a.jsonl"), {NamedSource}),
         (lambda folder: cs.ArraySource(folder / "a.npy", window=2), {ListedSource}),
-        (lambda folder: cs.mix([(cs.ArraySource(folder / "a.npy", window=2), 1)]), {ListedSource}),
+        (
+            lambda folder: cs.mix([(cs.ArraySource(folder / "a.npy", window=2), 1)]),
+            {ListedSource, ColumnarSource},
+        ),
         (lambda _: cs.DatasetSource([1, 2]), set()),
         (lambda _: cs.CallableSource(lambda rng: rng.random()), set()),
     ],
