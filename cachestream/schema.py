@@ -127,13 +127,20 @@ class Field:
         """Bytes of one sample's value; 0 if its shape varies."""
         return 0 if self.shape is None else math.prod(self.shape) * self.numpy_dtype.itemsize
 
+    @property
+    def is_empty(self) -> bool:
+        """True for arrays without elements, of which the dtype says nothing: a list `[]` makes one of floats."""
+        return self.shape is not None and 0 in self.shape
+
     def merge(self, other: Field, *, widen: bool = False) -> Field:
         """The field that covers both: one number of int64 and one of float64 become float64.
 
-        With `widen`, integers of any shape take the other's dtype of floats. Raises SchemaMismatchError if
-        there is no such field.
+        With `widen`, integers of any shape take the other's dtype of floats, and an array without elements
+        takes any dtype of the other. Raises SchemaMismatchError if there is no such field.
         """
-        for narrow, wide in ((self, other), (other, self)):
+        for narrow, wide in (
+            ((other, self), (self, other)) if other.is_empty else ((self, other), (other, self))
+        ):
             if narrow.is_read_as(wide) or (widen and narrow.is_widened_to(wide)):
                 return replace(narrow, dtype=wide.dtype).merge(wide)
         if (self.kind, self.dtype, self.ndim) != (other.kind, other.dtype, other.ndim):
@@ -148,9 +155,10 @@ class Field:
         return (self.dtype, other.dtype, self.ndim, other.ndim) == ("int64", "float64", 0, 0)
 
     def is_widened_to(self, other: Field) -> bool:
-        """Return whether this field holds integers and `other`, with as many dimensions, floats."""
+        """Return whether `other`, with as many dimensions, holds floats and this field integers, or nothing."""
         return (self.kind, self.ndim) == (other.kind, other.ndim) and (
-            self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64")
+            (self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64"))
+            or self.is_empty
         )
 
     def __str__(self) -> str:
@@ -200,7 +208,10 @@ class Schema:
         )
 
     def widened(self, wanted: Schema) -> Schema:
-        """The schema with floats for integers where `wanted` has floats, unless readers convert these."""
+        """The schema with floats for integers where `wanted` has floats, unless readers convert these.
+
+        An array without elements takes the dtype in `wanted`.
+        """
         if self.names != wanted.names:
             return self
         pairs = zip(self.fields, wanted.fields, strict=True)

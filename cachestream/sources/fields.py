@@ -40,6 +40,7 @@ def check_encoding(encoding: str) -> str:
     """
     try:
         name = codecs.lookup(encoding).name
+        "".encode(encoding)  # refuses codecs of other things than text, such as "hex"
     except (LookupError, TypeError) as error:
         raise ConfigError(
             f"encoding={encoding!r}: give the name of a codec of Python's, such as 'latin-1'"
@@ -109,7 +110,7 @@ def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) 
         name = f"{prefix}{key}" if prefix else key
         if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and _is_image(value["bytes"]):
             yield name, decode_with(decode_image, value["bytes"], "image", f"field '{name}'")
-        elif isinstance(value, Mapping) and value and all(isinstance(member, str) for member in value):
+        elif isinstance(value, Mapping) and all(isinstance(member, str) for member in value):
             yield from _flatten(value, f"{name}.", empty)
         elif value is None and any(field.startswith(f"{name}.") for field in empty):
             continue

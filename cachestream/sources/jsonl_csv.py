@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import codecs
 import csv
+import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -77,6 +78,7 @@ class LinesSource(SampleFiles):
                 f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; convert the files to UTF-8"
             )
         self._chosen = None if columns is None else frozenset(columns)
+        self._prefixes = tuple(f"{name}." for name in columns or ())
         options = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
         options += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
         files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
@@ -132,9 +134,9 @@ class LinesSource(SampleFiles):
     def _first_rows(self, index: int) -> tuple[list[str], list[list[str]]]:
         """Return the names of the columns of a table, and its first rows of so many values."""
         with self._open(index) as stream:
-            rows = self._csv_reader(decompressed(stream), self._delimiter(index))
+            rows = self._csv_reader(_lines(decompressed(stream)), self._delimiter(index))
             try:
-                names = next(rows, [])
+                names = next(filter(None, rows), [])
                 return names, [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
             except (ValueError, csv.Error) as error:
                 where = self._files.where(index)
@@ -158,20 +160,13 @@ class LinesSource(SampleFiles):
                     else self._objects(plain, begin, end, problems)
                 )
                 for number, sample in found:
-                    yield f"{key}#{number}", self._defaults.fill(self._kept(sample))
+                    yield f"{key}#{number}", self._defaults.fill(sample)
         except SampleError as error:
             problems.add(str(error))
         problems.raise_any()
 
-    def _kept(self, sample: dict[str, Any]) -> dict[str, Any]:
-        chosen = self._chosen
-        if chosen is None:
-            return sample
-        return {
-            name: value
-            for name, value in sample.items()
-            if name in chosen or any(name.startswith(f"{one}.") for one in chosen)
-        }
+    def _is_chosen(self, name: str) -> bool:
+        return self._chosen is None or name in self._chosen or name.startswith(self._prefixes)
 
     def _objects(
         self, stream: Stream, begin: int, end: int | None, problems: Problems
@@ -190,17 +185,19 @@ class LinesSource(SampleFiles):
             except (ValueError, RecursionError, SampleError) as error:  # the encoding, JSON, or deep nesting
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
-            yield at, sample
+            yield at, {name: value for name, value in sample.items() if self._is_chosen(name)}
 
     def _rows(
         self, stream: Stream, delimiter: str, problems: Problems
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        rows = self._csv_reader(stream, delimiter)
+        lines = _lines(stream)
+        rows = self._csv_reader(lines, delimiter)
         try:
-            names = next(rows, [])
+            names = next(filter(None, rows), [])
         except (ValueError, csv.Error) as error:
             problems.add(f"the names of the columns: {error}")
             return
+        chosen = [(i, name) for i, name in enumerate(names) if self._is_chosen(name)]
         number = -1
         while True:
             number += 1
@@ -210,9 +207,13 @@ class LinesSource(SampleFiles):
                     return
                 if not row:
                     continue
+                if (
+                    inspect.getgeneratorstate(lines) == inspect.GEN_CLOSED
+                ):  # a whole row needs no further line
+                    raise csv.Error("a quote is left open, and the rest of the file belongs to its value")
                 if len(row) != len(names):
                     raise ValueError(f"{len(row)} values for {len(names)} columns")
-                yield number, {name: self._typed(name, text) for name, text in zip(names, row, strict=True)}
+                yield number, {name: self._typed(name, row[i]) for i, name in chosen}
             except (ValueError, csv.Error) as error:
                 problems.add(f"row {number}: {error}")
 
@@ -231,16 +232,16 @@ class LinesSource(SampleFiles):
                 "a default in fields= says its type"
             ) from None
 
-    def _csv_reader(self, stream: Stream, delimiter: str) -> Iterator[list[str]]:
+    def _csv_reader(self, lines: Iterator[tuple[int, bytes]], delimiter: str) -> Iterator[list[str]]:
         csv.field_size_limit(max(MAX_FIELD, csv.field_size_limit()))  # of the process; 128 KiB by default
         # Not a generator, which would end at the first line that cannot be decoded.
-        return csv.reader(map(self._decoded, _lines(stream)), delimiter=delimiter)
+        return csv.reader(map(self._decoded, lines), delimiter=delimiter)
 
     def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
         return numbered_line[1].decode(self._encoding)
 
 
-def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
+def _lines(stream: Stream) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines of `stream` with their line ends, and the byte at which each begins."""
     at, parts, have = stream.position, list[bytes](), 0
     while len(piece := stream.take()):

@@ -9,8 +9,10 @@ from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from cachestream.permutation import Permutation, mix_key
+from cachestream.schema import IntArray
 from cachestream.sources.base import ColumnarSource, Rows, Source, check_unit, listing_digest_of, units_of
 from cachestream.sources.user_code import digest_of
 
@@ -47,6 +49,22 @@ class Interleaving:
                 low, turn = middle, turn - before
         return low, turn
 
+    def takers(self, turns: IntArray) -> IntArray:
+        """Return the taker of each turn: int64 `[n]`, as `turns`."""
+        fits = self._sums[-1] * (int(turns.max(initial=0)) + 1) < 1 << 63
+        return self._takers(turns if fits else turns.astype(object), 0, len(self))
+
+    def _takers(self, turns: npt.NDArray[Any], low: int, high: int) -> IntArray:
+        if high - low <= 1:
+            return np.full(len(turns), low)
+        middle = (low + high) // 2
+        before = self._left(low, middle, high, turns)
+        is_left = (self._left(low, middle, high, turns + 1) > before).astype(bool)
+        found = np.empty(len(turns), np.int64)
+        found[is_left] = self._takers(before[is_left], low, middle)
+        found[~is_left] = self._takers((turns - before)[~is_left], middle, high)
+        return found
+
     def count(self, taker: int, turns: int) -> int:
         """Return the number of turns of `taker` among the first `turns`."""
         low, high = 0, len(self)
@@ -72,7 +90,7 @@ class Interleaving:
                 high = middle
         return high
 
-    def _left(self, low: int, middle: int, high: int, turns: int) -> int:
+    def _left(self, low: int, middle: int, high: int, turns: Any) -> Any:
         sums = self._sums
         return turns * (sums[middle] - sums[low]) // (sums[high] - sums[low])
 

@@ -325,7 +325,8 @@ def _as_manifest(what: Any, options: Any) -> Manifest:
 
 
 def _make(kind: Callable[..., Source], what: Any, options: Mapping[str, Any]) -> Source:
-    reject_unknown("open_source", options, _options_of(kind))
+    if all(one.kind is not one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values()):
+        reject_unknown("open_source", options, _options_of(kind))
     return kind(what, **options)
 
 

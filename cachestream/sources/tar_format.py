@@ -25,6 +25,7 @@ _FILES: Final = b"0\x007"
 _EXTENSIONS: Final = b"xXgLK"
 _WITHOUT_DATA: Final = b"123456"  # links, devices, folders, pipes
 MAX_NAME: Final = 4096  # Linux' PATH_MAX
+_USED_RECORDS: Final = ("path", "size", "GNU.sparse")  # of pax headers
 LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first header of a part
 SCAN_BYTES: Final = 64 << 10
 
@@ -97,7 +98,10 @@ def parse_header(block: bytes) -> Header | None:
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
-    """Parse the records of a pax header: each is a length, a space, key=value and a line feed."""
+    """Parse the records of a pax header: each is a length, a space, key=value and a line feed.
+
+    Returns those that are used, with one for all of sparse files: an archive may have any number of others.
+    """
     records: dict[str, bytes] = {}
     start = 0
     while start < len(data):
@@ -107,7 +111,9 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
         key, equals, value = data[space + 1 : stop - 1].partition(b"=")
         if not start < stop <= len(data) or not equals or data[stop - 1] != 0x0A:
             raise TarError("a malformed pax header")
-        records[key.decode("utf-8", "surrogateescape")] = value
+        name = "GNU.sparse" if key.startswith(b"GNU.sparse") else key.decode("utf-8", "replace")
+        if name in _USED_RECORDS:
+            records[name] = value
         start = stop
     return records
 
@@ -220,7 +226,7 @@ class TarReader:
             while more:
                 block = bytes(self._stream.read(BLOCK))
                 more = block[504] if len(block) == BLOCK else 0
-        elif is_file and extended and any(key.startswith("GNU.sparse") for key in extended):
+        elif is_file and "GNU.sparse" in extended:
             problem = "sparse"
         folder = header.kind == 0 and name.endswith(b"/")  # in archives of before 1988
         if header.kind not in _WITHOUT_DATA and not folder:

@@ -8,6 +8,7 @@ transform are deterministic. A shard that comes back different is rejected.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -46,7 +47,7 @@ from cachestream.worker.sampling.cached_units import Coverage
 from cachestream.worker.sampling.encode import Table
 from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher
-from cachestream.worker.sampling.packer import Packer
+from cachestream.worker.sampling.packer import MIXED, Packer, counted, majority
 from cachestream.worker.sampling.transformer import Transformer, to_records
 from cachestream.worker.sampling.unit_reader import FetchMeter, Unit, UnitRead, UnitReader
 
@@ -315,18 +316,14 @@ class _Maker:
 
     def make(self, content: Content) -> ShardContent:
         """The shard, read again; raises _NotReproducibleError if it differs."""
-        plan = self.plan_of(content)
-        packer, known = Packer(), self._cache.schema
-        for unit, offset, key, sample in self._samples(plan, content):
-            if not _belongs_to(content, key):
-                continue
-            try:
-                transformed = self._transformer.apply(plan, unit, offset, sample)
-            except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skipped the sample, too
-                continue
-            with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then as now
-                for record in to_records(transformed, key):
-                    packer.add(record, known)
+        tables, packer, known = self._tables(self.plan_of(content), content), Packer(), self._cache.schema
+        if known is None:  # most of the first samples decide, as for a worker
+            first = list(itertools.islice(tables, MIXED))
+            known = majority(counted([], [(table.schema, 1) for table in first]))
+            tables = itertools.chain(first, tables)
+        for table in tables:
+            with contextlib.suppress(SchemaMismatchError):  # skipped then as now
+                packer.add(table, known)
         if not packer.num_samples:
             raise _NotReproducibleError("the source gives none of its samples any more")
         made = packer.content(content.fill)
@@ -336,6 +333,18 @@ class _Maker:
                 "transform (give the same --transform) is not deterministic"
             )
         return made
+
+    def _tables(self, plan: PassPlan, content: Content) -> Iterator[Table]:
+        """The samples that the shard is made of, each as a table of one row; the worker skipped the others, too."""
+        for unit, offset, key, sample in self._samples(plan, content):
+            if not _belongs_to(content, key):
+                continue
+            try:
+                transformed = self._transformer.apply(plan, unit, offset, sample)
+            except (Exception, SystemExit):  # noqa: BLE001,S112
+                continue
+            with contextlib.suppress(SampleError):
+                yield from to_records(transformed, key)
 
     def _samples(self, plan: PassPlan, content: Content) -> Iterator[tuple[Unit, int, str, Any]]:
         """The samples of a shard as the source gives them, each with its unit and its offset there.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MOST_POSITIONS: Final = 1024
 SHARES: Final = 16
+_WHILE_DRAWING: Final = 32  # the part of a pass that is claimed while an order is drawn is smaller
 _FOLLOW: Final = 0.1  # of two mixtures: the share of the samples that come from another source
 
 logger = logging.getLogger("cachestream.worker")
@@ -114,19 +115,21 @@ def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
         return
     plan = PassPlan.from_json(row.plan)
     known = plan.shares or np.array(job.mix) / sum(job.mix)
-    # What may be claimed meanwhile stays as it is.
-    start = row.next_position + job.num_workers * block_size(row.length, job.num_workers)
+    # What may be claimed meanwhile stays as it is. Drawing takes about a second for a million units.
+    claimed = job.num_workers * block_size(row.length, job.num_workers)
+    start = row.next_position + max(claimed, row.length // _WHILE_DRAWING)
     if start >= row.length or np.abs(known - shares).sum() / 2 <= _FOLLOW:
         return
     drawn = np.load(order_file(cache.directory, plan)) if plan.is_drawn else None
     units = UnitOrder(plan, None, drawn).units(np.arange(row.length))
-    turns = Interleaving(job.mix)
-    sources = np.array([turns.locate(unit)[0] for unit in units[start:].tolist()])
+    sources = Interleaving(job.mix).takers(units[start:])
     units[start:] = draw_mixture(units[start:], sources, state.mixture, seed=mix_key(job.seed, start))
     plan = replace(plan, kind="mixture", rule=f"{start}:{','.join(map(str, state.mixture))}")
     _save_order(cache, plan, units)
     if cache.filling.reorder(row, plan.to_json(), start):
         logger.info("%d units are fetched as loaders draw: %s", row.length - start, plan.rule)
+    else:
+        remove(order_file(cache.directory, plan))
 
 
 def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool:

@@ -121,6 +121,15 @@ def test_a_null_in_place_of_an_object_takes_the_defaults_of_its_members(tmp_path
         assert found == [{"i": 0, "o.x": 1, "o.y": "a"}, {"i": 1, "o.x": -1, "o.y": ""}]
 
 
+def test_an_object_without_members_is_no_field(tmp_path: Path) -> None:
+    values: list[Any] = [{"i": 0, "o": {"x": "a"}}, {"i": 1, "o": {}}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    for what in (str(tmp_path / "a.jsonl"), values):
+        source = cs.open_source(what, fields={"o.x": ""})
+        found = [sample for unit in range(source.num_units or 0) for _, sample in source.read(unit, RNG)]
+        assert found == [{"i": 0, "o.x": "a"}, {"i": 1, "o.x": ""}]
+
+
 def test_a_float_as_default_makes_integers_floats_also_in_columns() -> None:
     defaults = Defaults({"score": 0.0, "name": "none", "n": 1})
     assert defaults.fill({"score": 2, "n": 2.5}) == {"score": 2.0, "name": "none", "n": 2.5}

@@ -207,6 +207,22 @@ def test_a_row_that_cannot_be_decoded_is_skipped_and_the_rows_after_it_are_read(
         LinesSource(tmp_path / "b.csv")
 
 
+def test_a_quote_left_open_costs_its_row_and_not_those_before_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,text\n0,x\n1,"hello\n2,world\n3,x\n')
+    items = LinesSource(tmp_path / "a.csv").read(0, RNG)
+    assert next(items)[1] == {"id": 0, "text": "x"}
+    with pytest.raises(SampleError, match="row 1: a quote is left open"):
+        next(items)
+    (tmp_path / "b.csv").write_text('id,text\n0,"x\ny"')
+    assert samples_of(LinesSource(tmp_path / "b.csv")) == [{"id": 0, "text": "x\ny"}]
+
+
+def test_a_column_that_is_left_out_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROWS_FOR_TYPES", 1)
+    (tmp_path / "a.csv").write_text("\nid,score\n1,0.5\n2,N/A\n")
+    assert samples_of(LinesSource(tmp_path / "a.csv", columns=["id"])) == [{"id": 1}, {"id": 2}]
+
+
 def test_json_that_is_nested_too_deep_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("[" * 1_000_000 + '\n{"a": 1}\n')
     lines = LinesSource(tmp_path / "a.jsonl").read(0, RNG)
@@ -220,7 +236,7 @@ def test_encodings_and_what_has_no_lines(tmp_path: Path, monkeypatch: pytest.Mon
     assert samples_of(LinesSource(tmp_path / "a.csv", encoding="latin-1")) == [{"t": "ä"}]
     (tmp_path / "b.csv").write_bytes("\ufefft\nä\n".encode())
     assert samples_of(LinesSource(tmp_path / "b.csv")) == [{"t": "ä"}]
-    for name in ("utf-16", "klingon"):
+    for name in ("utf-16", "klingon", "hex"):
         with pytest.raises(ConfigError, match="encoding="):
             LinesSource(tmp_path / "b.csv", encoding=name)
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)

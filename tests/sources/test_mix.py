@@ -53,6 +53,12 @@ def test_whole_rounds_are_exact_and_every_turn_is_told_apart(weights: list[int])
         assert [place for other, place in found if other == taker] == list(range(3 * weight))
 
 
+@given(st.lists(st.integers(1, 10**12), min_size=1, max_size=9), st.lists(st.integers(0, 10**12)))
+def test_the_takers_of_many_turns_are_those_of_each(weights: list[int], turns: list[int]) -> None:
+    made = Interleaving(weights)
+    assert made.takers(np.array(turns, np.int64)).tolist() == [made.locate(turn)[0] for turn in turns]
+
+
 @given(WEIGHTS, st.integers(0, 10**12), st.data())
 def test_whose_turn_it_is_agrees_with_how_many_they_had(
     weights: list[int], turn: int, data: st.DataObject

@@ -62,6 +62,12 @@ def test_an_option_that_the_source_has_not_is_refused(install: Install) -> None:
         cs.open_source("a.pair", tiems=3)
 
 
+def test_a_function_may_take_any_options(install: Install) -> None:
+    install("pairs", sources={".pair": "pairs_plugin:open_pairs"})
+    source = cs.open_source("a.pair", times=3)
+    assert next(iter(source.read(1, np.random.default_rng())))[1]["x"].tolist() == [3, 3]
+
+
 def test_an_unknown_format_is_refused_with_the_names_of_all(install: Install) -> None:
     install("pairs", sources=PAIRS)
     with pytest.raises(cs.ConfigError, match=r"format='pears'.*'tar'.*'pairs'.*, or install the package"):

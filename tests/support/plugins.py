@@ -17,6 +17,8 @@ class PairSource:
         self.fingerprint, self.times = f"pairs:{urls}", times
     def read(self, unit, rng):
         yield str(unit), {"x": np.full(2, unit * self.times)}
+def open_pairs(urls, **options):
+    return PairSource(urls, times=options["times"])
 def decode(data):
     return np.frombuffer(data, np.uint8) * 2
 def halves(data):

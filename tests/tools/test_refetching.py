@@ -180,6 +180,23 @@ def test_what_comes_back_different_stays_out_and_is_told(tmp_path: Path) -> None
                 refetch(tmp_path / "run", cache, wrong)
 
 
+def three(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Three samples, of which the second has another number of dimensions."""
+    x = sample["x"][:100]
+    return [{"x": x}, {"x": x.reshape(10, 10)}, {"x": x}]
+
+
+def test_samples_that_the_worker_left_out_are_left_out_again_whichever_comes_first(tmp_path: Path) -> None:
+    odd = [{"x": np.zeros((4, 4))}, *({"x": np.full((3, 4, 4), i)} for i in range(1, 60))]
+    for source, transform in ((SOURCE, three), (cs.DatasetSource(odd), None)):
+        path = tmp_path / ("several" if transform else "odd")
+        with filled(path / "cache", source, transform, order="sequential") as cache:
+            trained(cache, record=path / "run")
+        with cs.Cache(path / "empty", size_limit="50MB", min_free=0) as empty:
+            report = refetch(path / "run", empty, source, transform=transform)
+            assert report.ok, report.failed
+
+
 @pytest.mark.e2e
 def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Path) -> None:
     big = Named(units=60, samples=5, nbytes=10_000)

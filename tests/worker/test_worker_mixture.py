@@ -85,6 +85,19 @@ def test_every_unit_is_claimed_once_whatever_is_drawn_meanwhile(
     assert sorted(claimed) == list(all_units(UNITS, share))
 
 
+def test_an_order_that_is_drawn_too_late_leaves_no_file(cache: Cache) -> None:
+    job = WorkerOptions(num_workers=2).job(cache, cs.mix(MIX))
+    begin_or_resume(cache, job, UserOrder(job))
+    cache.filling.record_mixture([0.0, 0.0, 1.0])
+    before = cache.filling.state()
+    with Owner(cache.directory, "sampler") as owner:
+        while next_claim(cache.filling, owner.name, 2) is not None:
+            pass
+    follow_mixture(cache, job, before)
+    assert not rule(cache)
+    assert not [name for name in os.listdir(cache.directory.worker) if name.startswith("order-")]
+
+
 def arrivals(cache: Cache) -> list[str]:
     """The sources of the cached samples in order of arrival."""
     return [key.partition("/")[0] for key in keys_in_order(cache)]

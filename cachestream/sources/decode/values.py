@@ -131,11 +131,11 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
     kinds: set[type] = set()
     pending: list[Any] = [value]
     while pending:
-        for item in pending.pop():
-            if isinstance(item, list):
-                pending.append(item)
-            else:
-                kinds.add(type(item))
+        items = pending.pop()
+        kinds.update(map(type, items))
+        if list in kinds:
+            kinds.remove(list)
+            pending.extend(item for item in items if isinstance(item, list))
     if not kinds <= {int, float} and kinds != {bool}:
         return None
     try:

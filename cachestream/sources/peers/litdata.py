@@ -152,9 +152,13 @@ class LitDataSource(IndexedSource):
             for name in self._choice.names:
                 if name not in row:
                     raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
-            for name, decoder in self._choice.decoders.items():
-                if isinstance(row[name], bytes):
-                    row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
+            try:
+                for name, decoder in self._choice.decoders.items():
+                    if isinstance(row[name], bytes):
+                        row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
+            except SampleError as error:
+                problems.add(f"sample {number}: {error}")
+                continue
             columns = self._choice.columns
             yield number, row if columns is None else {name: row[name] for name in columns}
 

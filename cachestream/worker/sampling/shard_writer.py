@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.schema import HELD_OUT, Schema
 from cachestream.storage.progress import PassRow
@@ -347,8 +349,9 @@ class SampleEncoder:
             if last - first == stop - start - 1:
                 self._add_progress(unit_read, first, last + 1)
             else:  # some rows between them are cached already
-                for offset in chunk.offsets[start:stop]:
-                    self._add_progress(unit_read, offset, offset + 1)
+                offsets = np.array(chunk.offsets[start:stop])
+                for run in np.split(offsets, np.flatnonzero(np.diff(offsets) > 1) + 1):
+                    self._add_progress(unit_read, int(run[0]), int(run[-1]) + 1)
             start = stop
         return True
 

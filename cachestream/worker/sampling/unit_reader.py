@@ -316,9 +316,12 @@ class UnitReader:
         self.meter.count(table.nbytes)
         offsets: Sequence[int] = range(offset, offset + len(table))
         if max(first, unit.first) > offset or unit.cached:
-            wanted = [i for i, at in enumerate(offsets) if at >= first and unit.is_wanted(at)]
+            is_wanted = np.arange(offset, offset + len(table)) >= max(first, unit.first)
+            for start, stop in unit.cached:
+                is_wanted[max(0, start - offset) : max(0, stop - offset)] = False
+            wanted = np.flatnonzero(is_wanted)
             if len(wanted) < len(table):
-                table, offsets = table.take(wanted), [offset + i for i in wanted]
+                table, offsets = table.take(wanted.tolist()), (wanted + offset).tolist()
         return SampleChunk(offsets, (), table, table.nbytes) if offsets else None
 
 

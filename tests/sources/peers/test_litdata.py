@@ -25,7 +25,7 @@ from cachestream.sources.peers.litdata import LitDataSource, leaf_names, parse_n
 from cachestream.testing.checks import check_source
 from cachestream.transport import object_limit
 from tests.sources.peers.samples import FOLDER, LITDATA_SAMPLES, edit_index, litdata_sample, picture
-from tests.sources.reading import read, read_all
+from tests.sources.reading import read, read_all, read_unit
 from tests.support.s3 import S3Server
 
 LITDATA: Final = FOLDER / "litdata"
@@ -147,6 +147,19 @@ def test_visits_take_a_few_samples_each_and_all_of_them_together(name: str, per_
     found = read_all(source)
     assert [key for key, _ in found] == [key for key, _ in whole]
     assert max(len(read(source, unit)) for unit in range(source.num_units)) <= per_visit
+
+
+def test_a_row_whose_decoder_fails_costs_itself_alone() -> None:
+    def second_fails(data: bytes) -> int:
+        if len(data) == 1:
+            raise ValueError("odd")
+        return len(data)
+
+    source = LitDataSource(need("litdata-rows"), decoders={"a_bytes": second_fails})
+    found, reason = read_unit(source)
+    assert [sample["a_bytes"] for _, sample in found] == [0, 2, 3]
+    assert "sample 1: " in reason
+    assert "odd" in reason
 
 
 def test_visits_to_what_can_only_be_read_whole_are_refused() -> None:

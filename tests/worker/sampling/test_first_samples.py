@@ -85,6 +85,17 @@ def test_integers_beside_floats_are_stored_as_floats(tmp_path: Path, in_rows: bo
             assert sorted(scores.tolist()) == [unit + unit % 2 / 2 for unit in range(40)]
 
 
+def test_lists_of_integers_stay_integers_beside_empty_ones(tmp_path: Path) -> None:
+    lists = [[], [1, 2], [3], [], *([unit] for unit in range(4, 40))]
+    with Cache(tmp_path / "lists", size_limit="50MB", min_free=0) as cache:
+        fill(cache, cs.DatasetSource([{"x": np.array(values)} for values in lists]), num_workers=2)
+        assert failures_of(cache) == {}
+        with cache.snapshot() as dataset:
+            found = [dataset[i]["x"] for i in range(len(dataset))]
+        assert {str(values.dtype) for values in found} == {"torch.int64"}
+        assert sorted(values.tolist() for values in found) == sorted(lists)
+
+
 def test_a_few_samples_of_a_slow_remote_are_not_held_back_for_long(cache: Cache) -> None:
     with cs.start_worker(cache, Numbers(None, pause_s=2.0), num_workers=1, order="sequential"):
         cache.wait(1, DEADLINE_S)

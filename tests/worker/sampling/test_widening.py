@@ -63,6 +63,25 @@ def test_numbers_of_64_bits_alone_are_widened_once_they_are_published() -> None:
     assert OTHERS[0].merge(OTHERS[1], widen=True) == OTHERS[1], "among the first samples arrays are, too"
 
 
+def test_an_array_without_elements_takes_any_dtype_and_gives_none() -> None:
+    empty, integers, real, ragged, _ = Field("x", "tensor", "float64", 1, (0,)), *OTHERS
+    for field in (integers, real, ragged):
+        found = {empty.merge(field, widen=True), field.merge(empty, widen=True)}
+        assert found == {Field("x", "tensor", field.dtype, 1, None)}
+    assert empty.merge(empty, widen=True) == empty
+
+
+@pytest.mark.parametrize("known", [None, "int64"])
+def test_an_empty_list_among_lists_of_integers_leaves_them_integers(known: str | None) -> None:
+    packer = Packer()
+    schema = None if known is None else Schema((Field("x", "tensor", known, 1, None),))
+    samples = [[1, 2], [], [3]] if known else [np.array([1, 2]), np.array([3])]
+    for value in samples:
+        packer.add(to_record({"x": np.array(value)}, "key"), schema)
+    assert [field.dtype for field in packer.schema.fields] == ["int64"]
+    assert packer.num_samples == len(samples)
+
+
 # --- a shard
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
