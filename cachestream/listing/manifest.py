@@ -216,7 +216,7 @@ class Manifest:
             return self._parquet(file)
         delimiter = _TABLES.get(self._ending.removesuffix(".gz")[-4:])
         if delimiter is not None:
-            return self._table(csv.reader(_lines(file), delimiter=delimiter))
+            return self._table(csv.reader(_lines(file), delimiter=delimiter, skipinitialspace=True))
         names = (line.strip() for line in _lines(file))
         return ((name, None) for name in names if name and not name.startswith("#"))
 
@@ -231,7 +231,7 @@ class Manifest:
                 continue
             if len(row) <= max(url_at, label_at):
                 raise SourceError(f"{self.shown}: a row of {len(row)} columns, below {len(header)} names")
-            yield row[url_at], None if label_at < 0 else row[label_at]
+            yield row[url_at].strip(), None if label_at < 0 else row[label_at].strip()
 
     def _parquet(self, file: Any) -> Iterator[Row]:
         table = require("pyarrow.parquet", "parquet", "a Parquet manifest").ParquetFile(file)

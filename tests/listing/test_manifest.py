@@ -98,6 +98,16 @@ def test_names_of_classes_become_their_places_among_all(write: Callable[..., Pat
     assert "label" not in samples_of(FileSource(Manifest(listed, label="label"), label=None))[0][1]
 
 
+@pytest.mark.parametrize("row", ["{0}.npy, {0}\n", '"{0}.npy" , "{0}" \r\n', " {0}.npy ,{0}\t\n"])
+def test_blanks_around_what_a_table_holds_are_no_part_of_it(tmp_path: Path, row: str) -> None:
+    (tmp_path / "list.csv").write_text(
+        "path, label\n" + "".join(map(row.format, range(12))), encoding="utf-8"
+    )
+    manifest = Manifest(tmp_path / "list.csv", label="label")
+    assert list(manifest.rows()) == [(f"{tmp_path}/{number}.npy", str(number)) for number in range(12)]
+    assert FileSource(manifest).label_names == ()
+
+
 @pytest.mark.parametrize(
     ("labels", "values", "names"),
     [
