@@ -49,9 +49,13 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
     paths: list[str] = []
     for url in urls:
         known = len(paths)
+        local = local_path(url) if finder is None else ""
+        if local and os.path.isfile(local):  # most of a long list: looked up once
+            roots.add(parent_of(local))
+            paths.append(local)
+            continue
         # The name of a local file may contain braces.
-        is_name = remote.is_local and os.path.exists(local_path(url))
-        for one in [url] if is_name else expand_braces(url):
+        for one in [url] if local and os.path.exists(local) else expand_braces(url):
             # After the first file no other is looked up: a range may stand for a hundred thousand.
             if roots and finder is not None and (path := finder.file(one)):
                 roots.add(parent_of(path))

@@ -216,7 +216,7 @@ class Manifest:
             return self._parquet(file)
         delimiter = _TABLES.get(self._ending.removesuffix(".gz")[-4:])
         if delimiter is not None:
-            return self._table(csv.reader(_lines(file), delimiter=delimiter))
+            return self._table(csv.reader(_lines(file), delimiter=delimiter, skipinitialspace=True))
         names = (line.strip() for line in _lines(file))
         return ((name, None) for name in names if name and not name.startswith("#"))
 
@@ -226,12 +226,16 @@ class Manifest:
         except StopIteration:
             raise SourceError(f"{self.shown}: the manifest is empty") from None
         url_at, label_at = self._columns(header)
-        for row in rows:
+        for number, row in enumerate(rows, 2):
             if not row:
                 continue
             if len(row) <= max(url_at, label_at):
                 raise SourceError(f"{self.shown}: a row of {len(row)} columns, below {len(header)} names")
-            yield row[url_at], None if label_at < 0 else row[label_at]
+            url, label = row[url_at].strip(), None if label_at < 0 else row[label_at].strip()
+            if not url or label == "":
+                empty = header[label_at if url else url_at].strip()
+                raise SourceError(f"{self.shown}: row {number} has nothing in its column {redact(empty)!r}")
+            yield url, label
 
     def _parquet(self, file: Any) -> Iterator[Row]:
         table = require("pyarrow.parquet", "parquet", "a Parquet manifest").ParquetFile(file)
@@ -242,7 +246,7 @@ class Manifest:
             urls = batch.column(wanted[0]).to_pylist()
             labels = batch.column(wanted[1]).to_pylist() if label_at >= 0 else [None] * len(urls)
             for url, label in zip(urls, labels, strict=True):
-                if not isinstance(url, str) or (label is None and label_at >= 0):
+                if not (isinstance(url, str) and url) or (label is None and label_at >= 0):
                     raise SourceError(
                         f"{self.shown}: {wanted} must be there in every row, and the first a text"
                     )

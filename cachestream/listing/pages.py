@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -248,9 +249,15 @@ class LocalFolders:
                         metering.fetched(0)
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_file():
+                    try:
+                        is_file, is_dir = entry.is_file(), entry.is_dir()
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                            raise
+                        continue  # a link that leads nowhere, like a dangling one
+                    if is_file:
                         files.append(entry.name)
-                    elif entry.is_dir() and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
+                    elif is_dir and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
                         subfolders.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)

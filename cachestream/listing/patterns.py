@@ -50,7 +50,9 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def local_path(url: str) -> str:
-    return os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
+    path = url.removeprefix("file://").removeprefix("local://")
+    is_absolute = path[:1] == "/" and path[-1] != "/" and "//" not in path and "/." not in path
+    return path if is_absolute else os.path.abspath(os.path.expanduser(path))
 
 
 def absolute(url: str) -> str:

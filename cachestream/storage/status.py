@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from cachestream.storage.tables import FailureRow
 
 _POLL_S: Final = 0.02
-_LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
+# Counted for one poll beside its processor time; it takes longer if the process was stopped (SIGSTOP).
+_LONGEST_POLL_S: Final = 0.5
 _WARN_AFTER_S: Final = 8.0
 _WARN_RETRY_S: Final = 0.5
 _FEWER: Final = "ask for fewer samples (min_samples, a smaller batch_size, or drop_last=False)"
@@ -278,7 +279,7 @@ def wait_for_samples(
     NotEnoughSamplesError when there are and will be too few. Warns once, after some seconds, why none come.
     """
     least = wanted if least is None else least
-    warn_s, waited_s, polled_s = _WARN_AFTER_S, 0.0, time.monotonic()
+    warn_s, waited_s, polled_s, used_s = _WARN_AFTER_S, 0.0, time.monotonic(), time.thread_time()
     while (have := count_samples(cache, split, view)) < wanted:
         state, fill = read_filling(cache)
         ended = state in ("complete", "full", "failed")
@@ -299,7 +300,8 @@ def wait_for_samples(
             warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
         pause(_POLL_S)  # SQLite cannot notify
         before_s, polled_s = polled_s, time.monotonic()
-        waited_s += min(polled_s - before_s, _LONGEST_POLL_S)
+        used_before_s, used_s = used_s, time.thread_time()
+        waited_s += min(polled_s - before_s, _LONGEST_POLL_S + used_s - used_before_s)
     return have
 
 

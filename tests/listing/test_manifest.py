@@ -98,6 +98,16 @@ def test_names_of_classes_become_their_places_among_all(write: Callable[..., Pat
     assert "label" not in samples_of(FileSource(Manifest(listed, label="label"), label=None))[0][1]
 
 
+@pytest.mark.parametrize("row", ["{0}.npy, {0}\n", '"{0}.npy" , "{0}" \r\n', " {0}.npy ,{0}\t\n"])
+def test_blanks_around_what_a_table_holds_are_no_part_of_it(tmp_path: Path, row: str) -> None:
+    (tmp_path / "list.csv").write_text(
+        "path, label\n" + "".join(map(row.format, range(12))), encoding="utf-8"
+    )
+    manifest = Manifest(tmp_path / "list.csv", label="label")
+    assert list(manifest.rows()) == [(f"{tmp_path}/{number}.npy", str(number)) for number in range(12)]
+    assert FileSource(manifest).label_names == ()
+
+
 @pytest.mark.parametrize(
     ("labels", "values", "names"),
     [
@@ -203,6 +213,9 @@ def test_a_manifest_beside_its_data_on_s3(
         ("x.csv", "url,b\n1,2\n", {"label": "c"}, r"give label= .*\(not 'c'\)", ConfigError),
         ("x.csv", "url,path\n1,2\n", {}, "give column=", ConfigError),
         ("x.csv", "a,url\n1\n", {}, "a row of 1 columns", SourceError),
+        ("x.csv", "url,b\n1,0\n\n2, \n", {"label": "b"}, r"x\.csv: row 4 has nothing .* 'b'", SourceError),
+        ("x.csv", "b, url\n1,2\n1,\n", {}, r"x\.csv: row 3 has nothing in its column 'url'", SourceError),
+        ("x.tsv", "url\n1\n \n", {}, r"x\.tsv: row 3 has nothing in its column 'url'", SourceError),
         ("x.csv", "", {}, "is empty", SourceError),
         # Longer than what a LinesSource in the same process allows, too.
         ("x.csv", 'url\n"' + ("x" * 9999 + "\n") * 1700, {}, "cannot be read: field larger", SourceError),
@@ -224,6 +237,15 @@ def test_what_is_no_manifest_is_refused(
         cs.open_source(Manifest(tmp_path / name, **options))
     assert len(str(caught.value)) < 700
     assert str(caught.value).count(f"{name}:") <= 1
+
+
+@pytest.mark.parametrize(
+    "row", [{"url": "", "label": 1}, {"url": None, "label": 1}, {"url": "a", "label": None}]
+)
+def test_a_row_of_parquet_without_a_url_or_a_label_is_refused(row: dict[str, Any], tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"url": "b", "label": 0}, row]), tmp_path / "x.parquet")
+    with pytest.raises(SourceError, match=r"x\.parquet: .* must be there in every row"):
+        FileSource(Manifest(tmp_path / "x.parquet", label="label"))
 
 
 @pytest.mark.parametrize("bad", [1, "yes", ["label"]])

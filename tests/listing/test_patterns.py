@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 import cachestream as cs
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.file_list import FileList
+from cachestream.listing.find import find_files
 from cachestream.listing.names import Names
-from cachestream.listing.patterns import expand_braces
+from cachestream.listing.patterns import expand_braces, local_path
 from cachestream.sources.files import FileSource
+from cachestream.transport.remote import Remote
 from tests.sources.reading import keys
 from tests.support.caches import add_shard, numbered
 from tests.support.s3 import S3Server
@@ -140,6 +142,43 @@ def test_a_name_with_wildcard_signs_is_taken_literally_if_it_exists(tmp_path: Pa
     make(tmp_path, "a[1]/x.bin", "b{1,2}.bin")
     assert keys(FileSource(tmp_path / "a[1]")) == ["x.bin"]
     assert keys(FileSource(tmp_path / "b{1,2}.bin")) == ["b{1,2}.bin"]
+
+
+def test_a_list_of_local_files_is_what_each_of_them_names_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "a/1.bin", "a/.hidden", "a/b{1,2}.bin", "a/c[1].bin", "ä/2", "d/3.bin", "d/deep/4.bin")
+    os.symlink("1.bin", tmp_path / "a" / "link.bin")
+    os.mkfifo(tmp_path / "a" / "pipe")
+    monkeypatch.chdir(tmp_path / "a")
+    paths = ["1.bin", ".hidden", "./1.bin/", f"{tmp_path}/a/../ä/2", f"file://{tmp_path}//a/b{{1,2}}.bin"]
+    paths += [f"{tmp_path}/a/{name}" for name in ("c[1].bin", "link.bin", "pipe", "1.bin")] + [
+        "../d",
+        "b{1,2}.bin",
+    ]
+    remote = Remote(paths[0])
+    alone = [find_files(remote, [path]) for path in paths]
+    assert [found for _, found in alone] == [
+        [os.path.abspath(path.removeprefix("file://"))] for path in paths[:9]
+    ] + [
+        [f"{tmp_path}/d/3.bin", f"{tmp_path}/d/deep/4.bin"],
+        [f"{tmp_path}/a/b{{1,2}}.bin"],
+    ]
+    assert find_files(remote, paths) == (
+        f"{tmp_path}/",
+        sorted({path for _, found in alone for path in found}),
+    )
+    assert find_files(remote, paths[:3]) == (
+        f"{tmp_path}/a/",
+        [f"{tmp_path}/a/.hidden", f"{tmp_path}/a/1.bin"],
+    )
+    with pytest.raises(SourceError, match=r"gone\.bin: no such file"):
+        find_files(remote, [*paths, "gone.bin"])
+
+
+@given(st.text(st.sampled_from("/.~a"), max_size=8), st.sampled_from(["", "file://", "local://"]))
+def test_a_local_path_is_absolute_and_normal(path: str, scheme: str) -> None:
+    assert local_path(scheme + path) == os.path.abspath(os.path.expanduser(path))
 
 
 def test_links_that_form_a_circle_are_followed_once(tmp_path: Path) -> None:

@@ -129,6 +129,16 @@ def test_two_links_that_lead_to_each_other_are_no_circle_without_end(tmp_path: P
     assert keys(FileSource(tmp_path / "root")) == ["1.bin", "to-x/2.bin", "to-x/to-y/3.bin"]
 
 
+@pytest.mark.parametrize(
+    "target", ["nowhere", "1.bin/", "odd.bin"], ids=["missing", "through a file", "itself"]
+)
+def test_a_link_that_leads_nowhere_is_left_out_and_nothing_else_is(tmp_path: Path, target: str) -> None:
+    make(tmp_path, "a/1.bin", "a/b/2.bin", "c/3.bin")
+    os.symlink(target, tmp_path / "a" / "odd.bin")
+    for first_names in (1, None):
+        assert keys(FileSource(tmp_path, first_names=first_names)) == ["a/1.bin", "a/b/2.bin", "c/3.bin"]
+
+
 def test_a_folder_tells_what_it_holds_or_that_it_is_gone(tmp_path: Path) -> None:
     make(tmp_path, "f/.hidden", "f/1.bin", "f/inner/2.bin")
     folders = LocalFolders(f"{tmp_path}/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, NotEnoughSamplesError, RankMismatchError
 from cachestream.storage.shard import MappedShard, ShardColumns, shard_path
+from cachestream.storage.status import wait_for_samples
+from cachestream.storage.view import View
 from tests.support.caches import add_shard, numbered, numbers
 from tests.training.conftest import NewCache, NewJob
 
@@ -385,6 +388,23 @@ def test_a_condition_that_selects_nothing_says_how_many_there_are(new_cache: New
     few = EpochLoader(cache, 4, where=lambda columns: columns["number"] < 3, timeout_s=2)
     with few as loader, pytest.raises(NotEnoughSamplesError, match=says):
         list(loader)
+
+
+def test_the_processor_time_of_a_slow_condition_counts_as_waiting(new_cache: NewCache) -> None:
+    cache, evaluated = new_cache(1, 8), 0
+
+    def slow(columns: ShardColumns) -> Any:
+        nonlocal evaluated
+        evaluated += 1
+        end_s = time.thread_time() + 0.7
+        while time.thread_time() < end_s:
+            pass
+        add_shard(cache, numbered(8 * evaluated, 8))  # the next poll has one to evaluate, too
+        return columns["number"] < 0
+
+    with pytest.raises(NotEnoughSamplesError, match=r"after 1\.3 s"):
+        wait_for_samples(cache, 1, 1.3, view=View(slow))
+    assert evaluated == 4, "two polls of 0.7 s and more, the one that finds the wait over, and the last look"
 
 
 @pytest.mark.e2e
