@@ -150,7 +150,7 @@ def test_every_validation_of_a_fit_takes_the_whole_of_a_growing_held_out_split(
 
         def on_validation_end(self) -> None:
             with cache.snapshot(split="held-out") as samples:
-                held.append({int(sample["number"]) for sample in samples})
+                held.append({int(samples[n]["number"]) for n in range(len(samples))})
             add_shard(cache, numbered(1000 + 16 * len(held), 16))
 
     class Stream(torch.utils.data.IterableDataset[int]):
@@ -164,7 +164,12 @@ def test_every_validation_of_a_fit_takes_the_whole_of_a_growing_held_out_split(
         EpochLoader(cache, 1, split="held-out", prefetch=1, drop_last=False) as held_out,
     ):
         stream = torch.utils.data.DataLoader(Stream())
-        loaders = {"alone": [held_out], "before a stream": [held_out, stream]}.get(place, [stream, held_out])
+        places: dict[str, list[Any]] = {
+            "alone": [held_out],
+            "before a stream": [held_out, stream],
+            "after a stream": [stream, held_out],
+        }
+        loaders = places[place]
         mine = loaders.index(held_out)
         trainer(tmp_path, max_epochs=4, num_sanity_val_steps=2, limit_val_batches=limit).fit(
             Validating(), loader, loaders
