@@ -129,7 +129,7 @@ class Field:
 
     @property
     def is_empty(self) -> bool:
-        """True for arrays without elements, of which the dtype says nothing: a list `[]` makes one of floats."""
+        """True for an array without elements. Its dtype says nothing: `[]` makes one of floats."""
         return self.shape is not None and 0 in self.shape
 
     def merge(self, other: Field, *, widen: bool = False) -> Field:
@@ -155,7 +155,7 @@ class Field:
         return (self.dtype, other.dtype, self.ndim, other.ndim) == ("int64", "float64", 0, 0)
 
     def is_widened_to(self, other: Field) -> bool:
-        """Return whether `other`, with as many dimensions, holds floats and this field integers, or nothing."""
+        """Return whether `other` holds floats and this field integers, of as many dimensions, or nothing."""
         return (self.kind, self.ndim) == (other.kind, other.ndim) and (
             (self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64"))
             or self.is_empty

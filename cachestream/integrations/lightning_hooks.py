@@ -18,7 +18,7 @@ _LOADERS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test
 
 
 class EpochHooks:
-    """A callback's hooks: every epoch gets its own length, and a resumed loader its state."""
+    """A callback's hooks: every epoch and validation gets its own length, and a resumed loader its state."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # Before the progress bar, which reads the length in this hook. Lightning walks the old list.
@@ -48,8 +48,9 @@ class EpochHooks:
             _measure(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.overfit_batches and trainer.state.fn == "fit":
-            _keep_batches(trainer.fit_loop.epoch_loop.val_loop, trainer.limit_val_batches)
+        if trainer.state.fn == "fit":  # otherwise Lightning has measured the loaders just now
+            keep = _keep_batches if trainer.overfit_batches else _measure_validation
+            keep(trainer.fit_loop.epoch_loop.val_loop, trainer.limit_val_batches)
 
 
 def _keep_batches(loop: Any, limit: int | float) -> None:
@@ -86,8 +87,24 @@ def _measure(trainer: Any) -> None:
         trainer.val_check_batch = max(1, int(loop.max_batches * interval))
 
 
+def _measure_validation(loop: Any, limit: int | float) -> None:
+    """Give the validation that has begun the lengths of its own epoch, in place of the first one's.
+
+    The iterator stays: Lightning may have taken a batch ahead.
+    """
+    combined, fetcher = loop._combined_loader, loop._data_fetcher
+    if any(isinstance(loader, EpochLoader) for loader in combined.flattened):
+        loop._max_batches = [
+            _limited(len(loader), limit) if isinstance(loader, EpochLoader) else batches
+            for loader, batches in zip(combined.flattened, loop._max_batches, strict=True)
+        ]
+        combined.limits = combined._iterator.limits = loop.max_batches  # fewer for the sanity check
+        if fetcher.length is not None:
+            fetcher.length = len(combined)
+
+
 def _limited(length: int, limit: int | float) -> int:
-    """`length` under Lightning's `limit_train_batches`: a number of batches, or a share."""
+    """`length` under Lightning's `limit_train_batches` or `limit_val_batches`, a number or a share."""
     return min(length, limit) if isinstance(limit, int) else max(1, int(length * limit))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +26,10 @@ _FILE: Final = "cachestream.json"
 class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves the position of `loader` in the Trainer's checkpoints, and restores it when it resumes.
 
-    Resuming needs no skipping of batches: `args.ignore_data_skip` is set. Raises ConfigError for a checkpoint
-    without the loader's state, and for arguments that ask for other batches than the loader's.
+    It belongs to a `CacheTrainer`: other ones set an epoch that they count in steps, which loses the position
+    where an epoch had another number of them. Resuming needs no skipping of batches: `args.ignore_data_skip`
+    is set. Raises ConfigError for a checkpoint without the loader's state, and for arguments that ask for
+    other batches than the loader's.
     """
 
     def __init__(self, loader: EpochLoader) -> None:
@@ -95,4 +98,26 @@ class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             raise ConfigError("train_dataset= and train_loader= do not go together: give one of them")
 
     def get_train_dataloader(self) -> Any:
-        return self.train_loader
+        return _WithoutSetEpoch(self.train_loader)
+
+
+class _WithoutSetEpoch:
+    """A loader, with all its attributes but `set_epoch`: every iteration is its next epoch anyway.
+
+    The Trainer would set the epoch that it counts from its steps and the length of an epoch now. Resumed with
+    another batch size that is another one than the loader's, and the restored position would be lost.
+    """
+
+    def __init__(self, loader: EpochLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"loader", "set_epoch"}:  # "loader" is not there yet while this is unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)

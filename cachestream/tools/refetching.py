@@ -335,7 +335,7 @@ class _Maker:
         return made
 
     def _tables(self, plan: PassPlan, content: Content) -> Iterator[Table]:
-        """The samples that the shard is made of, each as a table of one row; the worker skipped the others, too."""
+        """The samples of the shard, each as a table of one row; the worker skipped the others, too."""
         for unit, offset, key, sample in self._samples(plan, content):
             if not _belongs_to(content, key):
                 continue

@@ -195,6 +195,26 @@ def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, 
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
 
+@pytest.mark.e2e
+@pytest.mark.parametrize(("before", "after", "step"), [(8, 4, 9), (4, 8, 14)])
+def test_a_trainer_resumed_with_another_batch_size_goes_on_with_the_rest_of_the_epoch(
+    before: int, after: int, step: int, new_cache: NewCache, tmp_path: Path
+) -> None:
+    """The Trainer counts epochs in steps of the new length, and would begin epoch 0, or 2, in place of 1."""
+    cache = new_cache(6, 8)
+    whole, rest = Model(), Model()
+    saving = arguments(tmp_path, save_strategy="steps", save_steps=step)
+    with EpochLoader(cache, before, epoch_size=48) as loader:
+        integration.CacheTrainer(whole, saving, train_loader=loader).train()
+    with EpochLoader(cache, after, epoch_size=48) as loader:
+        trainer = integration.CacheTrainer(rest, arguments(tmp_path), train_loader=loader)
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    expected = [n for batch in whole.steps[step:] for n in batch]
+    seen = [n for batch in rest.steps for n in batch]
+    assert len(seen) >= 32
+    assert seen[: len(expected)] == expected[: len(seen)]
+
+
 def test_the_trainer_warns_when_growing_epochs_have_no_fixed_size(
     new_cache: NewCache, tmp_path: Path
 ) -> None:

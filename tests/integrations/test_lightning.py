@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,63 @@ def test_overfit_batches_gives_the_same_batches_in_every_epoch_and_every_validat
     assert model.epochs[1:] == model.epochs[:1] * 3
     assert len(validated) == 4 * count
     assert validated == validated[:count] * 4
+
+
+@pytest.mark.parametrize(
+    ("place", "limit"), [("alone", 1.0), ("alone", 0.5), ("before a stream", 1.0), ("after a stream", 1.0)]
+)
+def test_every_validation_of_a_fit_takes_the_whole_of_a_growing_held_out_split(
+    place: str, limit: float, new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(2, 8)
+    validated: list[list[int]] = []
+    lengths: list[tuple[int, float]] = []
+    held: list[set[int]] = []
+
+    class Validating(models.Model):
+        def on_validation_epoch_start(self) -> None:
+            validated.append([])
+            lengths.append((len(held_out), self.trainer.num_val_batches[mine]))
+
+        def validation_step(self, batch: dict[str, Any], index: int, dataloader_idx: int = 0) -> None:
+            if dataloader_idx == mine:
+                validated[-1] += batch["number"].tolist()
+
+        def on_validation_end(self) -> None:
+            with cache.snapshot(split="held-out") as samples:
+                held.append({int(samples[n]["number"]) for n in range(len(samples))})
+            add_shard(cache, numbered(1000 + 16 * len(held), 16))
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        """Has no length, so that Lightning takes a batch ahead."""
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with (
+        EpochLoader(cache, 4, holdout=0.5) as loader,
+        EpochLoader(cache, 1, split="held-out", prefetch=1, drop_last=False) as held_out,
+    ):
+        stream = torch.utils.data.DataLoader(Stream())
+        places: dict[str, list[Any]] = {
+            "alone": [held_out],
+            "before a stream": [held_out, stream],
+            "after a stream": [stream, held_out],
+        }
+        loaders = places[place]
+        mine = loaders.index(held_out)
+        trainer(tmp_path, max_epochs=4, num_sanity_val_steps=2, limit_val_batches=limit).fit(
+            Validating(), loader, loaders
+        )
+    assert len(validated) == 5
+    assert len(validated[0]) == 2  # the sanity check
+    for seen, (length, told) in zip(validated[1:], lengths[1:], strict=True):
+        assert len(seen) == len(set(seen)) == told == int(limit * length)
+    assert lengths[-1] > lengths[0]
+    # An epoch is prepared during the one before it.
+    assert lengths[-1][0] >= len(held[2])
+    if limit == 1.0:
+        assert held[2] <= set(validated[-1])
 
 
 @pytest.mark.parametrize("when", ["in the midst", "at the end"])
