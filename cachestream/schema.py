@@ -155,7 +155,7 @@ class Field:
         return (self.dtype, other.dtype, self.ndim, other.ndim) == ("int64", "float64", 0, 0)
 
     def is_widened_to(self, other: Field) -> bool:
-        """Return whether `other` holds floats and this field integers, of as many dimensions, or nothing."""
+        """Return whether this field holds integers where `other` holds floats, or is empty; of one `ndim`."""
         return (self.kind, self.ndim) == (other.kind, other.ndim) and (
             (self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64"))
             or self.is_empty
