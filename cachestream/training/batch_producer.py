@@ -304,7 +304,8 @@ class _SegmentReader:
             shards, rows = shards[sound], rows[sound]
             bounds = np.concatenate([[0], np.cumsum(sound)])[bounds]  # of the batches among the sound samples
             skipped = (np.diff(part.bounds) - np.diff(bounds)).tolist()
-        start, ends = 0, bounds.tolist()
+        start, ends, most = 0, bounds.tolist(), self._segment.batches_together
+        self._together = min(most, self._together)
         while start < len(part):
             stop = min(start + self._together, len(part))
             for number in range(part.first + start, part.first + stop):
@@ -315,4 +316,4 @@ class _SegmentReader:
             yield _ReadBatches(
                 part.first + start, *self._gatherer.begin(shards, rows, here), sizes, skipped[start:stop]
             )
-            start, self._together = stop, min(self._segment.batches_together, 4 * self._together)
+            start, self._together = stop, min(most, 4 * self._together)
