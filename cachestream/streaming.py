@@ -90,7 +90,8 @@ def stream(
         "num_workers": num_workers,
         **_selected(options, keywords_of(start_worker)),
     }
-    unweighed = options.get("weights", False) in (None, False) and options.get("replay") is None
+    weights = options.get("weights")
+    unweighed = (weights is None or weights is False) and options.get("replay") is None
     if unweighed and options.get("eviction") == "least-weight":
         raise ConfigError(
             "eviction='least-weight' evicts by the weights of samples, and there are none: give weights=True "

@@ -101,3 +101,8 @@ def test_settings_beside_an_open_cache_that_cannot_be_are_refused_by_name(
         pytest.raises(ConfigError, match=r"min_free='much'|eviction='oldest'"),
     ):
         cs.stream(str(tmp_path / "a.npy"), cache, batch_size=1, **wrong)
+
+
+def test_weights_that_are_an_array_are_refused_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^weights=ndarray: give True, or a mapping of keys to weights"):
+        cs.stream([{"x": 1}], tmp_path / "cache", "10MB", min_free=0, batch_size=1, weights=np.ones(3))

@@ -12,8 +12,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -188,21 +189,53 @@ def in_order(num_threads: int, work: Callable[[Item], Result], items: Iterator[I
     """Yield the results of `work` on `items`, in order. `num_threads` threads do the work; for one, the
     caller's thread does.
 
-    One item more than there are threads is in work, so that no thread waits for the caller.
+    One item more than there are threads is in work, so that no thread waits for the caller. The threads are
+    daemons: those of an executor, in a transform that hangs, would keep the process from its end.
     """
     # No variable refers to a future or an item: it would keep the memory of its batches.
     if num_threads == 1:
         yield from map(work, items)
         return
-    with ThreadPoolExecutor(num_threads, "cachestream-gather", use_one_torch_thread) as threads:
-        running: deque[Future[Result]] = deque()
-        for future in map(lambda item: threads.submit(work, item), items):  # noqa: C417 - see above
-            running.append(future)
-            del future
+    tasks: SimpleQueue[tuple[Future[Result], Item] | None] = SimpleQueue()
+    running: deque[Future[Result]] = deque()
+    threads: list[threading.Thread] = []
+
+    def submit(item: Item) -> None:
+        running.append(Future())
+        tasks.put((running[-1], item))
+
+    try:
+        for number in range(num_threads):
+            name = f"cachestream-gather_{number}"
+            thread = threading.Thread(target=_serve, args=(work, tasks), name=name, daemon=True)
+            thread.start()
+            threads.append(thread)
+        for _ in map(submit, items):
             if len(running) > num_threads:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
+    finally:
+        for _ in threads:
+            tasks.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _serve(work: Callable[[Item], Result], tasks: SimpleQueue[tuple[Future[Result], Item] | None]) -> None:
+    """Do the `tasks`, up to None."""
+    while (task := tasks.get()) is not None:
+        _do(work, *task)
+        del task
+
+
+def _do(work: Callable[[Item], Result], future: Future[Result], item: Item) -> None:
+    try:
+        use_one_torch_thread()
+        future.set_result(work(item))
+    except BaseException as error:  # noqa: BLE001 - raised by the future
+        future.set_exception(error)
+        del future, item  # which the error's traceback would keep, and with them itself
 
 
 class _ReadBatches(NamedTuple):
@@ -271,7 +304,8 @@ class _SegmentReader:
             shards, rows = shards[sound], rows[sound]
             bounds = np.concatenate([[0], np.cumsum(sound)])[bounds]  # of the batches among the sound samples
             skipped = (np.diff(part.bounds) - np.diff(bounds)).tolist()
-        start, ends = 0, bounds.tolist()
+        start, ends, most = 0, bounds.tolist(), self._segment.batches_together
+        self._together = min(most, self._together)
         while start < len(part):
             stop = min(start + self._together, len(part))
             for number in range(part.first + start, part.first + stop):
@@ -282,4 +316,4 @@ class _SegmentReader:
             yield _ReadBatches(
                 part.first + start, *self._gatherer.begin(shards, rows, here), sizes, skipped[start:stop]
             )
-            start, self._together = stop, min(self._segment.batches_together, 4 * self._together)
+            start, self._together = stop, min(most, 4 * self._together)

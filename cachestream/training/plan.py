@@ -198,6 +198,13 @@ class Plan:
     num_batches: int
     bounds: IntArray | None = None
 
+    @property
+    def mean_batch(self) -> float:
+        """The mean number of samples of a batch."""
+        if self.bounds is None:
+            return self.batch_size
+        return int(self.bounds[-1]) / max(1, len(self.bounds) - 1)
+
     def position(self, batch_index: int) -> int:
         """The position in the order at which batch `batch_index` of all ranks begins."""
         if self.bounds is not None:

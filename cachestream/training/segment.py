@@ -149,8 +149,10 @@ class Segment:
 
     @property
     def batch_bytes(self) -> int:
-        """The size of a batch's fields of fixed shape, in bytes."""
-        return self.plan.batch_size * sum(field.row_bytes for field in self.snapshot.schema.fields)
+        """The mean size of a batch, in bytes; of fields whose shape varies, by the shards mapped so far."""
+        fixed = sum(field.row_bytes for field in self.snapshot.schema.fields)
+        samples = self.plan.mean_batch
+        return int(max(self.plan.batch_size, samples) * fixed + samples * self.maps.varying_bytes())
 
     @property
     def batches_together(self) -> int:

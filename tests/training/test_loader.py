@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -274,6 +275,39 @@ def test_counts_may_be_numpys(new_cache: NewCache) -> None:
 
 
 @in_both_ways
+def groups_of(loader: EpochLoader) -> list[int]:
+    """The number of batches in each group that an epoch's batches are queued in."""
+    schedule, batches = loader._pipeline.schedule, iter(loader)
+    groups = iter(lambda: schedule.take(0, 60), None)
+    sizes = [len(group) for group in itertools.takewhile(lambda group: not group.is_end, groups)]
+    del batches  # not before: the epoch would be left
+    return sizes
+
+
+LARGE, SMALL = b"x" * (1 << 20), b"x" * 1000
+
+
+@in_both_ways
+@pytest.mark.parametrize(
+    ("samples", "options", "most"),
+    [
+        ([LARGE] * 16, {"batch_size": 1}, 4),
+        ([LARGE, b""] * 16, {"batch_size": 2}, 4),
+        ([LARGE] * 16, {"batch_size": 1, "batch_transform": lambda batch: batch}, 4),
+        ([LARGE] * 16, {"batch_size": 1, "sampler": [[i, i + 1] for i in range(0, 16, 2)]}, 2),
+        ([SMALL] * 640, {"batch_size": 16}, 16),
+        ([SMALL] * 640, {"batch_size": 640, "sampler": [[*range(i, i + 16)] for i in range(0, 640, 16)]}, 16),
+    ],
+    ids=["large", "mixed", "transformed", "sampled", "small", "small and sampled"],
+)
+def test_as_many_batches_of_samples_of_many_sizes_go_together_as_of_one_size(
+    samples: list[bytes], options: dict[str, Any], most: int, cache_of: Any
+) -> None:
+    cache = cache_of([{"data": sample} for sample in samples], [len(samples) // 2] * 2)
+    with EpochLoader(cache, **options) as loader:
+        assert max(groups_of(loader)) == most
+
+
 def test_stats_add_up(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(2, 8), 4) as loader:
         assert loader.stats.batches == 0

@@ -270,6 +270,33 @@ def test_the_interpreter_ends_in_the_midst_of_an_epoch(new_cache: NewCache, tmp_
     assert cache.num_shards == 0
 
 
+HANGING = """
+import sys, threading, cachestream as cs
+from cachestream.training import pipeline
+pipeline._EXIT_JOIN_S = 0.5
+def hang(batch):
+    threading.Event().wait()
+loader = cs.EpochLoader(cs.Cache(sys.argv[1]), 4, batch_transform=hang, timeout_s=2)
+try:
+    next(iter(loader))
+except cs.EpochError as error:
+    print(error)
+"""
+
+
+@pytest.mark.e2e
+def test_the_interpreter_ends_though_a_transform_hangs_for_ever(new_cache: NewCache) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, new_cache(4, 100).path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no batch of epoch 0 within 2 s" in done.stdout
+
+
 @pytest.mark.parametrize("move", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
 def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
     new_cache: NewCache, move: Callable[[Any], Any]

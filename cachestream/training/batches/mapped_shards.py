@@ -50,22 +50,32 @@ class FieldAddresses:
 
     `base` is the address of the values. In a shard whose samples all have one shape, `row_bytes` are the
     bytes of a value, and `row_shapes` its shape if other shards have others. Where the samples' shapes vary,
-    `row_bytes` is -1, and `offsets` and `shapes` have the addresses of these. A field of one shape has only
-    `base` and `row_bytes`.
+    `row_bytes` is -1, and `offsets` and `shapes` have the addresses of these. `sizes` are the bytes of all
+    values in a shard. A field of one shape has only `base` and `row_bytes`.
     """
 
-    __slots__ = ("base", "field", "item_bytes", "offsets", "row_bytes", "row_shapes", "shapes", "table")
+    __slots__ = (
+        "base",
+        "field",
+        "item_bytes",
+        "offsets",
+        "row_bytes",
+        "row_shapes",
+        "shapes",
+        "sizes",
+        "table",
+    )
 
     def __init__(self, field: Field, num_shards: int) -> None:
         self.field = field
         self.item_bytes = _item_bytes(field)
         varies = field.shape is None
-        self.table: IntArray = np.zeros((4 + field.ndim if varies else 2, num_shards), np.int64)
+        self.table: IntArray = np.zeros((5 + field.ndim if varies else 2, num_shards), np.int64)
         self.base, self.row_bytes = self.table[:2]
         self.row_bytes[:] = -1 if varies else field.row_bytes
         if varies:
-            self.offsets, self.shapes = self.table[2:4]
-            self.row_shapes: IntArray = self.table[4:].T
+            self.offsets, self.shapes, self.sizes = self.table[2:5]
+            self.row_shapes: IntArray = self.table[5:].T
 
     def read(self, shard: MappedShard, position: int) -> Floats | None:
         """Store the addresses of the field in `shard`, the shard at position `position` of the snapshot.
@@ -81,6 +91,7 @@ class FieldAddresses:
             return floats
         if self.field.shape is not None:
             return None
+        self.sizes[position] = columns[name].nbytes
         offsets = columns.get(f"{name}#offsets")
         if offsets is None:
             field = next(field for field in shard.schema.fields if field.name == name)
@@ -165,6 +176,17 @@ class EpochMaps:
     @property
     def num_mapped(self) -> int:
         return int(np.count_nonzero(self.mapped))
+
+    def varying_bytes(self) -> float:
+        """Return the mean bytes of a sample's fields whose shape varies, over the mapped shards."""
+        fields = [self.fields[name] for name in self.snapshot.schema.names]
+        varying = [field for field in fields if field.field.shape is None]
+        if not varying:
+            return 0.0
+        mapped = np.flatnonzero(self.mapped)
+        held = self.snapshot.counts if self.snapshot.sizes is None else self.snapshot.sizes
+        total = sum(int(field.sizes[mapped].sum()) for field in varying)
+        return total / max(1, int(held[mapped].sum()))
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
         """Return the shard's position and the row in it of each of `samples`, numbers within the snapshot."""

@@ -134,6 +134,30 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
                 assert covered >= end - begin
 
 
+def test_no_more_of_varying_size_is_asked_for_than_of_one_size(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new_cache()
+    add_shard(cache, ((str(n), {"x": b"x" * (500 + n % 2 * 1000)}) for n in range(400)))
+    snapshot, lease = cache.take_snapshot()
+    lease.release()
+    maps = EpochMaps(snapshot)
+    assert not maps.open(np.arange(1))
+    monkeypatch.setattr(readahead, "count_cached", lambda _: 0)
+    monkeypatch.setattr(readahead, "AHEAD_BYTES", 40_000)
+    asked: list[int] = []
+    order = ShuffledOrder(400, Permutation(400, 1))
+    ahead = ReadAhead(
+        segment_of(maps, order, 4, 1, 0),
+        MissingPages(lambda: 0),
+        lambda starts, stops: asked.append(int((stops - starts).sum())),
+    )
+    ahead.reach(0)
+    for pending in ahead._pending:
+        pending.result(120)
+    assert 20_000 < sum(asked) < 80_000  # a batch has 4,000 bytes on average; 64 of them have 256,000
+
+
 def refuse(starts: IntArray, stops: IntArray) -> None:
     pytest.fail(f"{len(starts)} ranges were asked for")
 
