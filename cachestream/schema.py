@@ -138,9 +138,8 @@ class Field:
         With `widen`, integers of any shape take the other's dtype of floats, and an array without elements
         takes any dtype of the other. Raises SchemaMismatchError if there is no such field.
         """
-        for narrow, wide in (
-            ((other, self), (self, other)) if other.is_empty else ((self, other), (other, self))
-        ):
+        pairs = (self, other), (other, self)
+        for narrow, wide in reversed(pairs) if other.is_empty else pairs:
             if narrow.is_read_as(wide) or (widen and narrow.is_widened_to(wide)):
                 return replace(narrow, dtype=wide.dtype).merge(wide)
         if (self.kind, self.dtype, self.ndim) != (other.kind, other.dtype, other.ndim):

@@ -185,7 +185,9 @@ class LinesSource(SampleFiles):
             except (ValueError, RecursionError, SampleError) as error:  # the encoding, JSON, or deep nesting
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
-            yield at, {name: value for name, value in sample.items() if self._is_chosen(name)}
+            if self._chosen is not None:
+                sample = {name: value for name, value in sample.items() if self._is_chosen(name)}
+            yield at, sample
 
     def _rows(
         self, stream: Stream, delimiter: str, problems: Problems
@@ -207,9 +209,8 @@ class LinesSource(SampleFiles):
                     return
                 if not row:
                     continue
-                if (
-                    inspect.getgeneratorstate(lines) == inspect.GEN_CLOSED
-                ):  # a whole row needs no further line
+                # The reader asks for a further line only within quotes.
+                if inspect.getgeneratorstate(lines) == inspect.GEN_CLOSED:
                     raise csv.Error("a quote is left open, and the rest of the file belongs to its value")
                 if len(row) != len(names):
                     raise ValueError(f"{len(row)} values for {len(names)} columns")
