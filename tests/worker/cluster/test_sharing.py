@@ -98,7 +98,7 @@ def test_all_caches_hold_all_samples_read_once_and_one_with_another_transform_is
 @pytest.mark.slow
 @pytest.mark.usefixtures("third_node")
 def test_two_of_three_caches_keep_a_shard_with_two_replicas(members: Members, tmp_path: Path) -> None:
-    source = numbers(tmp_path, pause_s=0.05)
+    source = numbers(tmp_path, pause_s=0.15)
     for _ in range(3):
         members.start(source, replicas=2)
     members.wait()
