@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from cachestream.errors import SampleError, SourceError
 from cachestream.sources.decode import compression
 from cachestream.sources.tar import TarSource
-from cachestream.sources.tar_format import BLOCK
+from cachestream.sources.tar_format import BLOCK, _parse_pax
 from cachestream.transport import object_limit
 from tests.sources.tars import add, make, numbered, read_all, read_unit, tar_bytes
 
@@ -355,3 +355,15 @@ def test_a_named_pipe_in_a_tars_place_does_not_block(tmp_path: Path) -> None:
     finally:
         done.cancel()
         done.join()
+
+
+def test_records_of_a_pax_header_that_are_not_used_take_no_memory() -> None:
+    given = [
+        "path=a",
+        "comment=b",
+        "GNU.sparse.major=1",
+        "GNU.sparse.minor=0",
+        *(f"x{i}=c" for i in range(90)),
+    ]
+    data = b"".join(b"%d %s\n" % (len(one) + (4 if len(one) > 6 else 3), one.encode()) for one in given)
+    assert _parse_pax(data).keys() == {"path", "GNU.sparse"}
