@@ -21,7 +21,8 @@ HEAD: Final = """\
 
 Made by `make results` from the records in [results/](results), which `make bench`, `make bench-peers` and `make bench-accuracy`
 write. Each round runs in a process of its own. Figures are the medians of the rounds; the spread is their least and their most.
-Ratios carry over to other machines, absolutes do not."""
+Every figure of the records is here: those that have no words of their own stand under the names that the benchmark gives them.
+They hold for the machine that is named: neither absolutes nor ratios carry over to another one unchanged."""
 
 
 def render(folder: Path = RESULTS) -> str:
@@ -53,16 +54,23 @@ def _section(name: str, benchmark: Benchmark, record: Record | None) -> Iterator
         return
     rounds = "1 round" if record.rounds == 1 else f"{record.rounds} rounds"
     yield f"`{benchmark.shown_command(name)}`, {rounds}. {benchmark.what}"
-    known = [figure for figure in benchmark.figures if figure.name in record.figures]
-    if known:
+    shown = [figure for figure in _all_figures(benchmark, record.figures) if figure.name in record.figures]
+    if shown:
         yield "\n| | target | median | spread |\n|-|-|-|-|"
-        yield from (_row(figure, record.figures[figure.name]) for figure in known)
+        yield from (_row(figure, record.figures[figure.name]) for figure in shown)
     yield from matrix(record.figures)
-    missed = [figure for figure in known if figure.misses(statistics.median(record.figures[figure.name]))]
+    missed = [figure for figure in shown if figure.misses(statistics.median(record.figures[figure.name]))]
     if missed:
         yield "\nMissed: " + " ".join(f"*{figure.title}*. {figure.missed}".rstrip() for figure in missed)
     if benchmark.plot:
         yield f"\n![{benchmark.title}]({benchmark.plot})"
+
+
+def _all_figures(benchmark: Benchmark, names: Iterable[str]) -> list[Figure]:
+    """The figures of a benchmark, then those of `names` that it does not describe; cells of a matrix are left out."""
+    described = {figure.name for figure in benchmark.figures}
+    others = [name for name in names if name not in described and " / " not in name]
+    return [*benchmark.figures, *(Figure(name, f"`{name}`") for name in others)]
 
 
 def _row(figure: Figure, values: list[float]) -> str:
@@ -94,7 +102,7 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 
 def _turns(path: Path) -> Iterator[str]:
-    """The comparison of two versions: the first figure of each benchmark that both have."""
+    """The comparison of two versions: each figure of each benchmark that both have."""
     yield "## Beside another version"
     command = "`python -m benchmarks.turns TREE`"
     if not path.exists():
@@ -103,14 +111,16 @@ def _turns(path: Path) -> Iterator[str]:
     told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     here, there = told["here"], told["there"]
     yield f"{command}, {told['date']}, on {told['machine']}: version {here} and version {there}, in turns."
-    found = {(row["benchmark"], row["figure"]): row for row in told["rows"]}
+    yield from told.get("notes", [])
     yield f"\n| | | {there} | {here} | {here} to {there} |\n|-|-|-|-|-|"
     for name, benchmark in BENCHMARKS.items():
-        rows = [(figure, found.get((name, figure.name))) for figure in benchmark.figures]
-        for figure, row in [(figure, row) for figure, row in rows if row and row["there"]][:1]:
-            there, here = row["there"], row["here"]
-            title = f"{figure.title}, {figure.unit}" if figure.unit else figure.title
-            yield f"| {benchmark.title} | {title} | {_number(there)} | {_number(here)} | {_number(here / there)} |"
+        found = {row["figure"]: row for row in told["rows"] if row["benchmark"] == name}
+        for figure in _all_figures(benchmark, found):
+            if row := found.get(figure.name):
+                title = f"{figure.title}, {figure.unit}" if figure.unit else figure.title
+                one, other = row["there"], row["here"]
+                ratio = _number(other / one) if one else "–"
+                yield f"| {benchmark.title} | {title} | {_number(one)} | {_number(other)} | {ratio} |"
 
 
 def _number(value: float) -> str:

@@ -97,6 +97,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 missed="This memcpy writes one place of 8 MiB, which the processor's cache holds. Batches lie in six places in "
                 "turn, since the trainer may keep what it has, and are written to memory.",
             ),
+            Figure("least_ranks_to_memcpy", "the least of any turn"),
             Figure("ranks_to_memcpy_in_turn", "of memcpy to six places in turn"),
         ),
     ),
@@ -111,7 +112,20 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 missed="What is missing is the loader's Python in the trainer's thread, 0.04 to 0.1 ms for each batch, and that of "
                 "the thread that prepares the next epoch.",
             ),
+            Figure("lowest_share", "the least in any quarter of a second"),
             Figure("share_of_a_processor", "time of the loop on a processor, the share"),
+            Figure(
+                "share_beside_another_process",
+                "of that speed beside another process that gathers as much, without a loader",
+            ),
+            Figure("lowest_beside_another_process", "the least of these in any quarter of a second"),
+            Figure(
+                "share_of_a_loop_that_takes_nothing",
+                "with the loader, of the speed of a loop that takes no batch",
+            ),
+            Figure(
+                "views_share_of_a_loop_that_takes_nothing", "with views of a tensor in memory, of that speed"
+            ),
         ),
     ),
     "accelerator": Benchmark(

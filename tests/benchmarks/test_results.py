@@ -66,6 +66,17 @@ def test_what_was_not_measured_is_said_and_the_machine_is_named_once_for_what_wa
     assert ": warm, small." in page
 
 
+def test_figures_without_words_of_their_own_are_shown_under_their_names(results: Path) -> None:
+    record.save("warm", {"unfavourable": [0.3, 0.1], "gap_ms": [1.0, 1.0]})
+    turns = [{"benchmark": "warm", "figure": "unfavourable", "there": 2.0, "here": 1.0, "rounds": 1}]
+    told = {"machine": "one", "date": "today", "there": "a", "here": "b", "rows": turns, "notes": ["A note."]}
+    (results / f"{TURNS}.json").write_text(json.dumps(told))
+    page = render(results)
+    assert "| `unfavourable` |  | **0.2** | 0.1–0.3 |" in page
+    assert "| Warm batches | `unfavourable` | 2 | 1 | 0.5 |" in page
+    assert "A note." in page
+
+
 def test_figures_with_a_row_and_a_column_become_a_table(results: Path) -> None:
     record.save("sources", {"tar / S3": [1.0], "tar / local": [2.0, 4.0], "npy / local": [5.0]})
     assert "| | S3 | local |\n|-|-|-|\n| tar | 1 | 3 |\n| npy | – | 5 |" in render(results)
