@@ -218,3 +218,40 @@ def test_the_page_on_the_architecture_names_what_exists_and_every_folder() -> No
     assert not [name for name in named if not (PACKAGE / name).exists()]
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
     assert not [folder for folder in folders if f"{folder.partition('/')[0]}/" not in page]
+
+
+# The attributes of a cache that its other modules use, and that users do not have.
+INTERNAL_ATTRIBUTES: Final = frozenset({"catalogue", "directory", "filling", "reservations", "take_snapshot"})
+
+
+def test_the_tests_of_the_contract_know_only_public_names() -> None:
+    """`tests/contract` must outlive every module of the package: it uses what users have."""
+    pending, seen = sorted((ROOT / "tests" / "contract").glob("*.py")), set[Path]()
+    problems = []
+    while pending:
+        path = pending.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            problems += [f"{where} imports {name}" for name in names if _is_internal(name)]
+            pending += [found for name in names if (found := _test_module(name))]
+            if isinstance(node, ast.Attribute) and "contract" in path.parts:
+                private = node.attr.startswith("_") and not node.attr.startswith("__")
+                of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+                if (private and not of_self) or node.attr in INTERNAL_ATTRIBUTES:
+                    problems.append(f"{where} uses .{node.attr}")
+    assert not problems, "\n".join(problems)
+
+
+def _is_internal(name: str) -> bool:
+    public = ("cachestream.testing", "cachestream.integrations")
+    return name.startswith("cachestream.") and not name.startswith(public)
+
+
+def _test_module(name: str) -> Path | None:
+    path = ROOT / Path(*name.split(".")).with_suffix(".py")
+    return path if name.startswith("tests.") and path.is_file() else None

@@ -1,0 +1,52 @@
+"""A filled cache to copy: what a worker has left when it had read everything."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import cachestream as cs
+
+NUM_SAMPLES: Final = 300
+SHARD_SIZE: Final = "64KB"
+
+
+def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
+    """Samples that say which they are: `x` float32 [1024] full of the number, and `number`."""
+    return [{"x": np.full(1024, i, np.float32), "number": i} for i in range(first, first + count)]
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a cache that holds `numbered(NUM_SAMPLES)` in some twenty shards; nothing has it open."""
+    path = tmp_path_factory.mktemp("filled") / "cache"
+    with (
+        cs.Cache(path, "4MB", min_free=0) as cache,
+        cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1, shard_size=SHARD_SIZE) as worker,
+    ):
+        worker.wait(timeout_s=120)
+    return path
+
+
+@pytest.fixture
+def new_path(filled: Path, tmp_path: Path) -> Callable[[], Path]:
+    """Directories of caches of the test's own, each a copy of `filled`."""
+
+    def copy() -> Path:
+        path = tmp_path / f"cache{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(filled, path)
+        return path
+
+    return copy
+
+
+@pytest.fixture
+def cache(new_path: Callable[[], Path]) -> Iterator[cs.Cache]:
+    """A cache of the test's own that holds `numbered(NUM_SAMPLES)`."""
+    with cs.Cache(new_path()) as opened:
+        yield opened
