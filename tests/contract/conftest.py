@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,18 @@ SHARD_SIZE: Final = "64KB"
 def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Samples that say which they are: `x` float32 [1024] full of the number, and `number`."""
     return [{"x": np.full(1024, i, np.float32), "number": i} for i in range(first, first + count)]
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Allocated bytes of everything below `path`; what vanishes meanwhile does not count."""
+    total = 0
+    for folder, _, files in os.walk(path):
+        for name in (folder, *(os.path.join(folder, file) for file in files)):
+            try:
+                total += os.lstat(name).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
 
 
 @pytest.fixture(scope="session")

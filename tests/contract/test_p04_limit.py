@@ -11,23 +11,12 @@ import pytest
 from typing_extensions import Self
 
 import cachestream as cs
+from tests.contract.conftest import bytes_on_disk
 
 
 def endless(rng: np.random.Generator) -> dict[str, object]:
     """A sample of 16 KiB."""
     return {"x": rng.random(4096, np.float32)}
-
-
-def bytes_on_disk(path: Path) -> int:
-    """Allocated bytes of everything below `path`; what vanishes meanwhile does not count."""
-    total = 0
-    for folder, _, files in os.walk(path):
-        for name in (folder, *(os.path.join(folder, file) for file in files)):
-            try:
-                total += os.lstat(name).st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
 
 
 class Watch:
