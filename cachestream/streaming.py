@@ -13,7 +13,7 @@ from cachestream.sources.base import is_source
 from cachestream.sources.open import SOURCE_OPTIONS, Unopened, open_source
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
-from cachestream.training.ranks import find_share, is_elastic
+from cachestream.training.ranks import find_share, is_elastic, warn_of_kept_store
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
 
@@ -116,6 +116,7 @@ def stream(
 
 def _defaults_from_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     """The defaults of `partition` and `linger_s` for the worker of this cache, in a distributed job."""
+    warn_of_kept_store()
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
     # Caches of a group share one pass, unless they are to have partitions that they exchange.
     if "partition" not in options and (options.get("share") is None or options.get("exchange")):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,17 @@ import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
-from cachestream.training.rendezvous import PAUSES_S, Cancelled, ProcessGroup, StoreConnection, meet_at
+from cachestream.training.rendezvous import (
+    ANNOUNCED_AT,
+    PAUSES_S,
+    Cancelled,
+    ProcessGroup,
+    StoreConnection,
+    meet_at,
+)
 
 _meetings = itertools.count()
+logger = logging.getLogger("cachestream")
 
 Payload = dict[str, Any]
 Group = tuple[int, ...]  # the ranks that share a cache, ascending; the first leads
@@ -41,6 +50,14 @@ class Deadlines:
 
     first: float
     later: float = 60.0
+
+    def since(self, began_s: float) -> Deadlines:
+        """The deadlines for the second part of a first wait that began at `began_s`; a tenth is always left.
+
+        Ranks that rank 0 has answered late come to the second part together, so that is enough.
+        """
+        left_s = self.first - (time.monotonic() - began_s)
+        return replace(self, first=max(0.1 * self.first, left_s))
 
 
 class Ranks:
@@ -187,13 +204,21 @@ class StoreRanks(Ranks):
     def _collect(self, prefix: str, ranks: Sequence[int], done: str, deadline_s: float) -> list[Payload]:
         """Wait for the payloads of `ranks` under `prefix`; raise the first error among them."""
         keys = [f"{prefix}/{rank}" for rank in ranks]
-        give_up = time.monotonic() + deadline_s
+        began_s, announced = time.monotonic(), False
         pause_s, most_s = PAUSES_S
         # Store.wait cannot be cancelled, and prints a warning at every timeout.
         while not self._connection.call(lambda store: store.check(keys)):
             self._connection.serve()
-            if time.monotonic() > give_up:
-                raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
+            waited_s = time.monotonic() - began_s
+            if waited_s > deadline_s:
+                raise RankMismatchError(
+                    f"{self._late(ranks, keys, done, deadline_s)}: dead, or stuck? See the log of that process; every "
+                    "rank must call cs.stream, or iterate its EpochLoader"
+                )
+            if not announced and waited_s > ANNOUNCED_AT * deadline_s:
+                announced = True
+                late = self._late(ranks, keys, done, waited_s)
+                logger.warning("rank %d waits, and gives up after %.3g s: %s", self.rank, deadline_s, late)
             if self._cancelled() or self._closed.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
@@ -203,16 +228,13 @@ class StoreRanks(Ranks):
                 raise _error_of(payload, self._names[rank], rank == self.rank)
         return payloads
 
-    def _late(self, ranks: Sequence[int], keys: list[str], done: str, deadline_s: float) -> str:
-        """The message that names the ranks which have not posted their keys."""
+    def _late(self, ranks: Sequence[int], keys: list[str], done: str, within_s: float) -> str:
+        """The words that name the ranks which have not posted their keys."""
         there = self._connection.call(lambda store: [store.check([key]) for key in keys])
         late = [rank for rank, is_there in zip(ranks, there, strict=True) if not is_there] or list(ranks)
         names = ", ".join(self._names[rank] for rank in late[:8]) + (", …" if len(late) > 8 else "")
         have = "has" if len(late) == 1 else "have"
-        return (
-            f"{names} {have} not {done} within {deadline_s:.3g} s: dead, or stuck? See the log of that process; "
-            "every rank must call cs.stream, or iterate its EpochLoader"
-        )
+        return f"{names} {have} not {done} within {within_s:.3g} s"
 
 
 def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
@@ -269,9 +291,11 @@ def find_ranks(
     """
     if job is None or job.size == 1:
         return Ranks()
-    first_s, later_s = deadlines_s.first, deadlines_s.later
-    connection = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
-    ranks = StoreRanks(connection, job.rank, job.size, deadlines_s, closed)
+    began_s = time.monotonic()
+    connection = meet_at(
+        job, f"cachestream/{instance}", "its EpochLoader", deadlines_s.first, deadlines_s.later, closed
+    )
+    ranks = StoreRanks(connection, job.rank, job.size, deadlines_s.since(began_s), closed)
     ranks.meet(settings, cache_id)
     return ranks
 
@@ -289,11 +313,11 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
         )
     if job is None or job.size == 1:
         return None
-    never = threading.Event()
+    began_s, never, deadlines_s = time.monotonic(), threading.Event(), Deadlines(deadline_s, deadline_s)
     connection = meet_at(
         job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never
     )
-    ranks = StoreRanks(connection, job.rank, job.size, Deadlines(deadline_s), never)
+    ranks = StoreRanks(connection, job.rank, job.size, deadlines_s.since(began_s), never)
     caches = list(dict.fromkeys(ranks.meet({}, cache_id, "come to cs.stream")))
     return (caches.index(cache_id), len(caches)) if len(caches) > 1 else None
 
@@ -302,3 +326,20 @@ def is_elastic() -> bool:
     """Return whether torchrun started this process and restarts it after a failure (`--max-restarts`)."""
     launched = dist.is_available() and dist.is_torchelastic_launched()
     return launched and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def warn_of_kept_store() -> None:
+    """Warn, on rank 0 at the first start, that ranks which torchrun starts again may hang in torch.
+
+    torchrun's agent keeps its store, and with it the addresses under which gloo and NCCL met. A rank that reads
+    such an address before the other rank has replaced it tries to connect to it, or waits to be called by it: for
+    half an hour, in `init_process_group` (pytorch/pytorch#135712).
+    """
+    job = {name: os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT")}
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if kept and set(job.values()) == {"0"} and os.environ.get("WORLD_SIZE", "1") != "1" and is_elastic():
+        logger.warning(
+            "torchrun keeps its store when it starts the ranks again (--max-restarts), and init_process_group() may then "
+            "connect to ranks that are gone: it fails, or hangs for 30 minutes. Start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d or --standalone"
+        )

@@ -7,6 +7,7 @@ So the socket under the connection gets a timeout.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -28,11 +29,13 @@ if TYPE_CHECKING or dist.is_available():
 
 
 PAUSES_S: Final = (0.002, 0.1)  # between two polls of the store: the first pause, and the longest
+ANNOUNCED_AT: Final = 0.3  # of the deadline: then a warning says for whom a rank waits
 _CONNECT_S: Final = 30.0
 _LEAST_CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 20.0
 _connecting = threading.Lock()
 T = TypeVar("T")
+logger = logging.getLogger("cachestream")
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: the result is not wanted any more
@@ -90,7 +93,7 @@ def meet_at(
     Cancelled, and RankMismatchError when the store does not answer, or rank 0 does not connect within
     `deadline_s`.
     """
-    give_up, rank = time.monotonic() + deadline_s, job.rank
+    began_s, rank = time.monotonic(), job.rank
     # Torch tries to connect for up to twice its timeout.
     limits_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
     default = _default_store()
@@ -108,6 +111,7 @@ def meet_at(
     exchange.call(lambda store: store.add("asked", 1))
     alive = None if store is None else StoreConnection(store)
     pause_s, most_s = PAUSES_S
+    announced = False
     while True:
         if alive is not None:
             alive.call(lambda store: store.check([mine]))
@@ -115,11 +119,16 @@ def meet_at(
             answer = json.loads(exchange.call(lambda store: store.get(f"answer/{rank}")))
             if answer["to"] == mine:
                 return StoreConnection(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
-        if time.monotonic() > give_up:
+        waited_s = time.monotonic() - began_s
+        if waited_s > deadline_s:
             raise RankMismatchError(
                 f"rank 0 has not come to {where} within {deadline_s:.3g} s: dead, or stuck? "
                 "Every rank must call cs.stream, or make and iterate the same loaders"
             )
+        if not announced and waited_s > ANNOUNCED_AT * deadline_s:
+            announced = True
+            words = "rank %d has waited %.3g s for rank 0 to come to %s, and gives up after %.3g s"
+            logger.warning(words, rank, waited_s, where, deadline_s)
         if closed.wait(pause_s):
             raise Cancelled
         pause_s = min(2 * pause_s, most_s)

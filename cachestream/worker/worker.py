@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 0.05
 _OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
+_STARTING_S: Final = 15.0  # after so long a warning says that there is no worker yet
 logger = logging.getLogger("cachestream")
 
 
@@ -273,26 +274,33 @@ def start_worker(
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     with head_start(cache, protocols_of(source)) as launch:
-        with _warn_if_slow(cache):
+        with _warn_if_slow(
+            _OPENING_S,
+            f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not "
+            "answer, or it lists slowly",
+        ):
             opened = open_source(source)
         job = _job(options, cache, opened)
         if holdout is not None:
             choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
-        worker = _start_or_attach(cache, job, launch, detach, linger_s)
+        with _warn_if_slow(
+            _STARTING_S,
+            f"{cache.path}: its worker has not started within {_STARTING_S:g} s (the call gives up after two minutes at most): another "
+            f"process holds {cache.directory.worker_file('attach.lock')} while it starts or stops a worker, or the machine is "
+            f"very busy; see {cache.directory.worker_file('log.txt')}",
+        ):
+            worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_if_transform_changed(worker, transform)
     return worker
 
 
 @contextmanager
-def _warn_if_slow(cache: Cache) -> Iterator[None]:
-    """Log a warning if the block, which opens the source, takes long."""
-    message = (
-        f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
-        "or it lists slowly"
-    )
-    timer = threading.Timer(_OPENING_S, logger.warning, ("%s", message))
+def _warn_if_slow(after_s: float, message: str) -> Iterator[None]:
+    """Log `message` as a warning if the block takes longer than `after_s`."""
+    timer = threading.Timer(after_s, logger.warning, ("%s", message))
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # the system refuses a thread: then it is not said
+        timer.start()
     try:
         yield
     finally:
