@@ -18,6 +18,7 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError, Sourc
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import PARQUET_ENDINGS
+from cachestream.listing.table_formats import refuse_tables
 from cachestream.schema import IntArray
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch, Columns, load_arrow
@@ -209,6 +210,8 @@ class ParquetSource(SampleFiles):
 
     resize, crop: the size of decoded images, see `ImageOptions`.
 
+    Tables of Delta Lake, Iceberg and Hudi are refused: their files also hold rows that were deleted.
+
     Raises ConfigError for columns that are missing or cannot be stored, and otherwise as
     `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
@@ -229,6 +232,7 @@ class ParquetSource(SampleFiles):
         options = ColumnOptions(columns, decode_images, images, nulls, defaults.values)
         require("pyarrow.parquet", "parquet", "Parquet")
         files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
+        refuse_tables(files)
         super().__init__("parquet", files, options.identity, defaults, images)
         self._footers = Footers(files, options)
         groups = self._read_footers()
