@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +62,7 @@ def test_a_table_on_disk_is_refused_by_its_name_however_its_files_are_reached(
     root = tmp_path / "t"
     partition = make_table(root, name)
     for what, options in ways(str(root), str(partition)):
-        said = refusal(lambda what=what, options=options: cs.open_source(what, **options))
+        said = refusal(partial(cs.open_source, what, **options))
         assert said.startswith(f"{root}/: is a table of {name}"), what
         assert "another folder" in said
         assert "format=" not in said, "no advice that brings deleted rows back"
@@ -76,11 +77,7 @@ def test_a_table_on_s3_is_refused_by_its_name_from_its_root_and_from_a_pattern_b
     root = f"s3://{bucket}/lake/t"
     below = partition.relative_to(s3_server.bucket(bucket))
     for what, options in ((root, {"format": "parquet"}), (f"s3://{bucket}/{below}/*.parquet", {})):
-        said = refusal(
-            lambda what=what, options=options: cs.open_source(
-                what, storage_options=s3_server.storage_options, **options
-            )
-        )
+        said = refusal(partial(cs.open_source, what, storage_options=s3_server.storage_options, **options))
         assert said.startswith(f"{root}/: is a table of {name}"), what
 
 
