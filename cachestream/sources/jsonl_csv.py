@@ -135,15 +135,25 @@ class LinesSource(SampleFiles):
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
 
     def _first_rows(self, index: int) -> tuple[list[str], list[list[str]]]:
-        """Return the names of the columns of a table, and its first rows of so many values."""
+        """Return the names of the columns of a table, and its first rows of so many values.
+
+        Raises ConfigError for a malformed table, and for one with another delimiter.
+        """
+        delimiter, where = self._delimiter(index), self._files.where(index)
         with self._open(index) as stream:
-            rows = self._csv_reader(_lines(decompressed(stream)), self._delimiter(index))
+            rows = self._csv_reader(_lines(decompressed(stream)), delimiter)
             try:
                 names = next(filter(None, rows), [])
-                return names, [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+                first = list(islice(rows, _ROWS_FOR_TYPES))
             except (ValueError, csv.Error) as error:
-                where = self._files.where(index)
                 raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
+        if len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
+            raise ConfigError(
+                f"{where}: one column called {names[0][:80]!r}: its values stand between {other!r} and not between "
+                f"{delimiter!r}; write it anew, as pandas.read_csv(…, sep={other!r}).to_csv('….csv', index=False) "
+                "does" + (", or end its name in .tsv" if other == "\t" else "")
+            )
+        return names, [row for row in first if len(row) == len(names)]
 
     @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -244,6 +254,12 @@ class LinesSource(SampleFiles):
 
     def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
         return numbered_line[1].decode(self._encoding)
+
+
+def _other_delimiter(rows: list[list[str]], delimiter: str) -> str:
+    """Return the usual delimiter that all rows hold, in place of `delimiter`; "" if there is none."""
+    lines = [delimiter.join(row) for row in rows if row]
+    return next((one for one in "\t;|," if one != delimiter and all(one in line for line in lines)), "")
 
 
 def _lines(stream: Stream) -> Generator[tuple[int, bytes], None, None]:

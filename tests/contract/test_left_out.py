@@ -204,3 +204,32 @@ def test_a_tar_without_any_sample_says_so(tmp_path: Path) -> None:
     tar = make_tar(tmp_path / "a.tar", [("n01/1", tarfile.REGTYPE, "x"), ("n01/2", tarfile.REGTYPE, "y")])
     assert "none of its 2 files has a name with an extension" in lost(cs.open_source(tar))[2]
     assert lost(cs.open_source(make_tar(tmp_path / "b.tar", []))) == ([], 0, "")
+
+
+# --- delimiters of CSV
+
+
+@pytest.mark.parametrize("other", ["|", "\t", ";"])
+def test_a_csv_of_another_delimiter_is_refused_with_advice_that_works(tmp_path: Path, other: str) -> None:
+    lines = [other.join(row) for row in (("id", "text"), ("1", "a, b"), ("2", "c"))]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    with pytest.raises(
+        cs.ConfigError, match=re.escape(f"stand between {other!r} and not between ','")
+    ) as caught:
+        cs.open_source(tmp_path / "a.csv", columns=["id"])
+    assert (".tsv" in str(caught.value)) == (other == "\t")
+    pandas = pytest.importorskip("pandas")
+    pandas.read_csv(tmp_path / "a.csv", sep=other).to_csv(tmp_path / "b.csv", index=False)
+    assert samples(cs.open_source(tmp_path / "b.csv")) == [{"id": 1, "text": "a, b"}, {"id": 2, "text": "c"}]
+
+
+def test_commas_in_a_tsv_and_signs_in_some_texts_of_one_column_make_no_table_of_another(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.tsv").write_text("id,text\n1,a\n")
+    with pytest.raises(cs.ConfigError, match="stand between ',' and not between"):
+        cs.open_source(tmp_path / "a.tsv")
+    (tmp_path / "b.csv").write_text("text;raw\na;b\nplain\n")
+    assert len(samples(cs.open_source(tmp_path / "b.csv"))) == 2
+    (tmp_path / "c.csv").write_text("id,text\n1,a;b\n")
+    assert samples(cs.open_source(tmp_path / "c.csv")) == [{"id": 1, "text": "a;b"}]
