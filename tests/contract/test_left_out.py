@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import tarfile
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +20,7 @@ from PIL import Image
 from pyarrow import feather
 
 import cachestream as cs
+from tests.support.s3 import S3Server
 
 
 @pytest.fixture
@@ -304,3 +307,70 @@ def test_classes_with_files_of_the_same_names_are_no_pairs(tmp_path: Path, said:
         make_images(tmp_path / "faces" / folder, ["0.png", "1.png"])
     assert cs.open_source(tmp_path / "faces").label_names == ("masks", "with_mask", "without_mask")  # type: ignore[attr-defined]
     assert said == []
+
+
+# --- hidden names
+
+
+@pytest.mark.parametrize("pattern", ["", "*.npy", "*/*.npy", "**/*.npy", "*", "**", ".*/*.npy", "sub/.*"])
+def test_a_wildcard_matches_the_same_names_on_a_disk_and_on_remotes(
+    tmp_path: Path, s3_server: S3Server, pattern: str
+) -> None:
+    bucket, memory = s3_server.bucket("hidden"), fsspec.filesystem("memory")
+    names = ["a.npy", ".b.npy", "sub/c.npy", "sub/.d.npy", ".hid/e.npy", "sub/.in/f.npy"]
+    for root in (tmp_path, bucket):
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            np.save(root / name, np.arange(3))
+    memory.put(str(tmp_path) + "/", "/hidden/", recursive=True)
+    try:
+        found = []
+        for url, options in (
+            (str(tmp_path), {}),
+            ("memory://hidden", {}),
+            ("s3://hidden", s3_server.storage_options),
+        ):
+            source = cs.FileSource(f"{url}/{pattern}", storage_options=options)
+            source.complete()
+            found.append({source.key(unit) for unit in range(source.num_units or 0)})
+    finally:
+        memory.rm("/hidden", recursive=True)
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert found[0]
+
+
+def test_folders_whose_names_begin_with_two_dots_are_told(
+    tmp_path: Path, s3_server: S3Server, said: list[str]
+) -> None:
+    bucket = s3_server.bucket("dots")
+    for root in (tmp_path, bucket):
+        for name in ("..dots", "a", ".one"):
+            (root / name).mkdir()
+            np.save(root / name / "x.npy", np.arange(3))
+    for url, options in ((str(tmp_path), {}), ("s3://dots/", s3_server.storage_options)):
+        said.clear()
+        assert cs.FileSource(url, storage_options=options).num_units == 1
+        assert len(said) == 1
+        assert "1 here (such as ..dots" in said[0]
+    assert len(samples(cs.FileSource(tmp_path / "..dots"))) == 1, "the advice works"
+
+
+def test_an_mds_index_whose_names_lead_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    def data(name: str) -> dict[str, Any]:
+        return {"basename": name, "bytes": 20, "hashes": {}}
+
+    columns = {"column_names": ["x"], "column_encodings": ["int"], "column_sizes": [8]}
+    shard = {
+        "format": "mds",
+        "version": 2,
+        "samples": 1,
+        "hashes": [],
+        "size_limit": None,
+        "compression": "gz",
+    }
+    for raw, packed in (("../../etc/x", "a.mds.gz"), ("a.mds", "../a.mds.gz")):
+        found = {**shard, **columns, "raw_data": data(raw), "zip_data": data(packed)}
+        (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [found]}))
+        with pytest.raises(cs.ConfigError, match="leads out of the folder"):
+            cs.MDSSource(tmp_path)
