@@ -113,7 +113,7 @@ class FileList:
             self._listing = replace(self._listing, names=Names(map(public_name, self.names)))
         root = self._listing.root
         scheme = "" if self.remote.is_local or "://" in root else f"{self.remote.protocol}://"
-        self._shown_root = redact(scheme + root)
+        self.shown_root = redact(scheme + root)
 
     def _list_all(self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool) -> Listing:
         root, all_paths = find_files(self.remote, patterns, recursive)
@@ -243,7 +243,12 @@ class FileList:
 
     def where(self, index: int) -> str:
         """Return the path of file `index` as shown in messages."""
-        return self._shown_root + self.key(index)
+        return self.shown_root + self.key(index)
+
+    def folders(self) -> set[str]:
+        """Return the folders of the known files, as paths for the driver that end in "/"."""
+        root = self._listing.root
+        return {root + name[: name.rfind("/") + 1] for name in self.names}
 
 
 def _ending_in(names: list[str], endings: tuple[str, ...]) -> list[str]:

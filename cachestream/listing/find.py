@@ -18,8 +18,10 @@ from cachestream.listing.patterns import (
     expand_braces,
     extension_of,
     local_path,
+    name_filter,
     parent_of,
     split_wildcard,
+    tell_of_dots,
     visible,
 )
 from cachestream.transport.remote import Remote
@@ -138,6 +140,7 @@ class _RemoteFinder:
             return root, [root + name for name in listing.matching(listing.names())]
         root = path.rstrip("/") + "/" if path.strip("/") else ""
         found = self._filesystem.find(path, maxdepth=None if recursive else 1)
+        tell_of_dots(redact(root), (one[len(root) :] for one in found))
         return root, visible(root, found, recursive)
 
     def _matching(self, path: str) -> tuple[str, list[str]]:
@@ -150,5 +153,7 @@ class _RemoteFinder:
                 return root, [root + name for name in listing.matching(names)]
         elif not self._filesystem.isfile(path):
             entries = self._filesystem.glob(as_in_shell(path), detail=True)
-            return root, [name for name, info in entries.items() if info["type"] != "directory"]
+            files = [name for name, info in entries.items() if info["type"] != "directory"]
+            shown = name_filter(pattern)([name[len(root) :] for name in files])
+            return root, [root + name for name in shown]
         return parent_of(path), [path]

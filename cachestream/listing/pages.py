@@ -29,6 +29,7 @@ from cachestream.listing.patterns import (
     local_path,
     name_filter,
     split_wildcard,
+    tell_of_dots,
     visible,
 )
 from cachestream.transport import metering
@@ -177,7 +178,10 @@ class S3Listing:
 
     def matching(self, names: list[str]) -> list[str]:
         """Return the names of files that match the wildcard, or that are not hidden in the folder."""
-        return name_filter(self.pattern)(names) if self.pattern else visible("", names, self.recursive)
+        if self.pattern:
+            return name_filter(self.pattern)(names)
+        tell_of_dots(self._shown, names)
+        return visible("", names, self.recursive)
 
 
 # --- trees of folders ---------------------------------------------------------------------------
@@ -241,13 +245,14 @@ class LocalFolders:
 
     def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
         """Return the contents of `folder`, in no order. Raises OSError."""
-        files, subfolders = list[str](), list[str]()
+        files, subfolders, hidden = list[str](), list[str](), list[str]()
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
                 for number, entry in enumerate(entries):
                     if not number % _ENTRIES_PER_HEARTBEAT:
                         metering.fetched(0)
                     if entry.name.startswith("."):
+                        hidden.append(entry.name)
                         continue
                     try:
                         is_file, is_dir = entry.is_file(), entry.is_dir()
@@ -261,6 +266,7 @@ class LocalFolders:
                         subfolders.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
+        tell_of_dots(self._root + folder, hidden)
         if folder and "shards" in subfolders and _CACHE_FILES.issubset(files):
             return Folder([], [])
         return Folder(files, subfolders)
@@ -359,18 +365,19 @@ class _FolderLister:
         finally:
             if (kept := getattr(self._filesystem, "dircache", None)) is not None:
                 kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings
-        files, subfolders = set[str](), set[str]()
+        files, subfolders, hidden = set[str](), set[str](), list[str]()
         for entry in entries:
             full = str(entry["name"])
             name = full.rstrip("/").rpartition("/")[2]
-            if full.rstrip("/").lstrip("/") == path.lstrip("/") or (
-                not self._walk.pattern and name.startswith(".")
-            ):
+            if full.rstrip("/").lstrip("/") == path.lstrip("/"):
                 continue  # object stores list placeholder files for folders
-            if entry["type"] == "directory":
+            if not self._walk.pattern and name.startswith("."):
+                hidden.append(name)
+            elif entry["type"] == "directory":
                 subfolders.add(name)
             elif not full.endswith("/"):
                 files.add(name)
+        tell_of_dots(self._walk.shown + folder, hidden)
         return Folder(list(files), list(subfolders))
 
     def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final
 
 from fsspec.utils import glob_translate
 
 from cachestream.errors import ConfigError
 from cachestream.transport.remote_errors import redact
+
+logger = logging.getLogger("cachestream")
 
 MAX_EXPANDED: Final = 10_000_000
 MAGIC: Final = re.compile(r"[*?\[]")
@@ -83,11 +87,26 @@ def _matcher(pattern: str) -> Callable[[str], object]:
     return re.compile(glob_translate(as_in_shell(pattern))).match
 
 
+def _matcher_as_in_shell(pattern: str) -> Callable[[str], object]:
+    """Return a function that tells whether a name fits a wildcard; hidden ones fit only a level that begins with "."."""
+    fits = _matcher(pattern)
+    dotted = [_matcher(level) for level in pattern.split("/") if level.startswith(".")]
+
+    def is_shown(level: str) -> bool:
+        return not level.startswith(".") or any(one(level) for one in dotted)
+
+    def fits_shown(name: str) -> bool:
+        is_plain = not name.startswith(".") and "/." not in name
+        return bool(fits(name)) and (is_plain or all(map(is_shown, name.split("/"))))
+
+    return fits_shown
+
+
 def name_filter(pattern: str) -> Callable[[list[str]], list[str]]:
     """Return a function that selects the names of files that match a wildcard; of "", all."""
     if not pattern:
         return lambda names: names
-    fits = _matcher(pattern)
+    fits = _matcher_as_in_shell(pattern)
     return lambda names: [name for name in names if fits(name) and not name.endswith("/")]
 
 
@@ -98,11 +117,14 @@ def folder_filter(pattern: str) -> Callable[[str], bool]:
     levels = pattern.split("/")
     deep = levels.index("**") if "**" in levels else None
     fixed = levels[: -1 if deep is None else deep]
-    fits = [_matcher("/".join(fixed[: n + 1])) for n in range(len(fixed))]
+    fits = [_matcher_as_in_shell("/".join(fixed[: n + 1])) for n in range(len(fixed))]
+    has_dots = any(level.startswith(".") for level in levels)
 
     def may_match(folder: str) -> bool:
         depth = folder.count("/")
-        return fits[depth - 1](folder[:-1]) is not None if depth <= len(fits) else deep is not None
+        if depth <= len(fits):
+            return bool(fits[depth - 1](folder[:-1]))
+        return deep is not None and (has_dots or "/." not in f"/{folder}")
 
     return may_match
 
@@ -114,6 +136,25 @@ def common_root(roots: Iterable[str]) -> str:
     differ = [a != b for a, b in zip(first, last, strict=False)]
     common = first[: [*differ, True].index(True)]
     return "/".join(common) + "/" if any(common[-1:]) else ""
+
+
+@lru_cache(1024)
+def _warn_of_dots(where: str, count: int, example: str) -> None:
+    """Warn, once, of what is left out in `where` since its names begin with two dots."""
+    logger.warning(
+        "%s: files and folders whose names begin with '..' are left out, as all hidden ones: %d here (such as %s); "
+        "to read them, rename them, or open such a folder by its own path",
+        where,
+        count,
+        example,
+    )
+
+
+def tell_of_dots(where: str, names: Iterable[str]) -> None:
+    """Warn if any of `names` below the folder `where` is in a folder, or is a file, that begins with two dots."""
+    dotted = [name for name in names if name.startswith("..") or "/.." in name]
+    if dotted:
+        _warn_of_dots(where, len(dotted), dotted[0][:200])
 
 
 def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from cachestream.sources.decode.arrow import Batch
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.decode.table_columns import ColumnOptions, table_rows
 from cachestream.sources.fields import Defaults
+from cachestream.sources.hive import FolderColumns
 from cachestream.sources.sample_files import FileUnits, SampleFiles
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.stream import Stream, StreamFile
@@ -34,7 +36,7 @@ class ArrowSource(SampleFiles):
     urls: a folder that Hugging Face's `Dataset.save_to_disk` wrote, a URL, a `{000..127}` range, a wildcard,
     or a list of these. Of a `DatasetDict`, the folder of one of its splits.
 
-    A sample is a dict of the columns, as in `ParquetSource`. `columns` (names of whole columns), `fields`,
+    A sample is a dict of the columns, as in `ParquetSource`, those that folders name included. `columns` (names of whole columns), `fields`,
     `decode_images`, `resize`, `crop` and errors are those of `ParquetSource`, too. The key is "file#row".
     Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
@@ -54,7 +56,10 @@ class ArrowSource(SampleFiles):
         self._options = ColumnOptions(columns, decode_images, images, defaults=defaults.values)
         require("pyarrow.ipc", "parquet", "Arrow files")
         files = FileList(urls, storage_options, owner="ArrowSource")
-        super().__init__("arrow", files, self._options.identity, defaults, images)
+        self._folders = FolderColumns(files, columns, defaults.values)
+        self._options = replace(self._options, of_folders=self._folders.names)
+        identity = [*self._options.identity, *self._folders.identity]
+        super().__init__("arrow", files, identity, defaults, images)
         has_rows = self._has_rows()
         self._set_units(FileUnits(has_rows), Names(itertools.compress(files.names, has_rows)))
 
@@ -87,7 +92,8 @@ class ArrowSource(SampleFiles):
         where = self._files.where(index)
         problems = Problems(where)
         with self._open(index) as stream:
-            rows = table_rows(self._batches(stream, where), self._files.key(index), 0, problems)
+            batches = self._folders.added_to(self._batches(stream, where), index)
+            rows = table_rows(batches, self._files.key(index), 0, problems)
             yield from self._defaults.fill_all(rows)
         problems.raise_any()
 

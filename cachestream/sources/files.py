@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +38,14 @@ _KIND_NAMES: Final = {
     "data": "files as bytes",
 }
 _INDEX_HEAD_BYTES: Final = 512
+# The usual names of folders of images and of what belongs to them, and of the ends of such files' names.
+_PAIRED_FOLDERS: Final = re.compile(
+    "(jpeg)?images?|imgs?|photos?|frames?|inputs?|rgb|masks?|segs?|segmentation.*|annotations?|labels?|gt|targets?|"
+    "captions?|texts?",
+    re.IGNORECASE,
+)
+_PAIRED_ENDING: Final = re.compile("[._-](masks?|segs?|segmentation|labels?|gt)$", re.IGNORECASE)
+_MOST_COMPARED: Final = 10_000  # files, whose names are compared
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
 
@@ -105,6 +115,7 @@ class FileSource:
             )
         self._left_out = 0
         self._keep_one_kind()
+        self._warn_of_partners()
         self._remote = self._files.remote
         self._label = label
         labelled = f"label={fingerprint_of(label) if callable(label) else label}"
@@ -131,13 +142,35 @@ class FileSource:
             listed = "the first " if self._files.is_open else ""
             logger.warning(
                 "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
-                "to read several kinds, name them with extensions=",
+                "to read several kinds, as samples of their own, name them with extensions=; to give each sample what another "
+                "file says of it, such as a text, give label= a function of its path",
                 self._files.shown,
                 _KIND_NAMES[kind],
                 left_out,
                 listed,
                 left_out + len(self._files),
                 example,
+            )
+
+    def _warn_of_partners(self) -> None:
+        """Warn of files that most likely belong together, such as an image and its mask or its text."""
+        keys = list(map(self._files.key_of, self._files.names[:_MOST_COMPARED]))
+        together: dict[tuple[str, str], list[str]] = {}
+        for key in keys:
+            together.setdefault(_name_of_pair(key), []).append(key)
+        pairs = [found for found in together.values() if len(found) > 1]
+        count = sum(map(len, pairs))
+        if 10 * count > len(keys):
+            logger.warning(
+                "%s: %d of the %s%d files seem to belong to another one, as %s to %s, and are samples of their own all "
+                "the same; to make one sample of both, open the files of one kind alone, with label= a function of "
+                "the path that returns what the other file holds (a mask, a text), or write both into tars, under one name",
+                self._files.shown,
+                count - len(pairs),
+                "first " if len(keys) < len(self._files) or self._files.is_open else "",
+                len(keys),
+                pairs[0][1],
+                pairs[0][0],
             )
 
     def _folders(self) -> set[str]:
@@ -252,6 +285,13 @@ def chosen_kind(counts: Counter[str]) -> str:
     """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
     most, count = counts.most_common(1)[0]
     return "image" if 10 * counts["image"] >= count else most
+
+
+def _name_of_pair(key: str) -> tuple[str, str]:
+    """Return what the keys of an image and of its mask or text have in common: "images/1.jpg", "masks/1_mask.png"."""
+    folder, _, name = key.rpartition("/")
+    folders = ("*" if _PAIRED_FOLDERS.fullmatch(one) else one for one in folder.split("/"))
+    return "/".join(folders), _PAIRED_ENDING.sub("", os.path.splitext(name)[0])
 
 
 def _takes_label(key: str) -> bool:

@@ -34,6 +34,7 @@ from cachestream.sources.base import Problems, in_own_context
 from cachestream.sources.decode.compression import decompressed, require_decompressor
 from cachestream.sources.decode.values import json_field
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
+from cachestream.sources.hive import FolderColumns
 from cachestream.sources.sample_files import FileUnits, SampleFiles
 from cachestream.transport.stream import Stream
 
@@ -53,7 +54,8 @@ class LinesSource(SampleFiles):
     str as they are, lists of numbers as arrays, objects as fields "name.member", other lists as JSON text; a
     line with another value has the one field "json". In CSV its fields are the columns, named in the first
     line: int64, float64 or str, judged by the first 1,000 rows of the first file that has any. A line that is
-    malformed, or has a null or an empty number without a default, is skipped and counted.
+    malformed, or has a null or an empty number without a default, is skipped and counted. Folders such as
+    "label=cat/" name fields, as in `ParquetSource`.
 
     columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each
     optional field, `{"caption": ""}`; in CSV its type is that of the column. encoding: an extension of ASCII.
@@ -82,7 +84,8 @@ class LinesSource(SampleFiles):
         options = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
         options += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
         files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
-        super().__init__("lines", files, options, defaults)
+        self._folders = FolderColumns(files, columns, defaults.values)
+        super().__init__("lines", files, [*options, *self._folders.identity], defaults)
         for index in range(len(files)):
             require_decompressor(files.key(index))
         with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
@@ -119,7 +122,7 @@ class LinesSource(SampleFiles):
         tables = filter(self._delimiter, range(len(self._files)))
         found = ((index, *self._first_rows(index)) for index in tables)
         index, names, rows = next((table for table in found if table[2]), (0, [], []))
-        known, where = {*names, *self._defaults.values}, self._files.where(index)
+        known, where = {*names, *self._defaults.values, *self._folders.names}, self._files.where(index)
         for name in sorted((self._chosen or known) - known if names else ()):
             raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(names)}")
         for name in self._chosen or names:
@@ -132,21 +135,32 @@ class LinesSource(SampleFiles):
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
 
     def _first_rows(self, index: int) -> tuple[list[str], list[list[str]]]:
-        """Return the names of the columns of a table, and its first rows of so many values."""
+        """Return the names of the columns of a table, and its first rows of so many values.
+
+        Raises ConfigError for a malformed table, and for one with another delimiter.
+        """
+        delimiter, where = self._delimiter(index), self._files.where(index)
         with self._open(index) as stream:
-            rows = self._csv_reader(_lines(decompressed(stream)), self._delimiter(index))
+            rows = self._csv_reader(_lines(decompressed(stream)), delimiter)
             try:
                 names = next(filter(None, rows), [])
-                return names, [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+                first = list(islice(rows, _ROWS_FOR_TYPES))
             except (ValueError, csv.Error) as error:
-                where = self._files.where(index)
                 raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
+        if len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
+            raise ConfigError(
+                f"{where}: one column called {names[0][:80]!r}: its values stand between {other!r} and not between "
+                f"{delimiter!r}; write it anew, as pandas.read_csv(…, sep={other!r}).to_csv('….csv', index=False) "
+                "does" + (", or end its name in .tsv" if other == "\t" else "")
+            )
+        return names, [row for row in first if len(row) == len(names)]
 
     @in_own_context
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the lines of a unit in order. Raises the errors of `Source.read`."""
         index, part = self._locate(unit)
         key, delimiter = self._files.key(index), self._delimiter(index)
+        of_folders = self._folders.of(index)
         problems = Problems(self._files.where(index))
         begin = part * RANGE_BYTES
         end = begin + RANGE_BYTES if part + 1 < self._units.counts[index] else None
@@ -160,7 +174,7 @@ class LinesSource(SampleFiles):
                     else self._objects(plain, begin, end, problems)
                 )
                 for number, sample in found:
-                    yield f"{key}#{number}", self._defaults.fill(sample)
+                    yield f"{key}#{number}", self._defaults.fill({**sample, **of_folders})
         except SampleError as error:
             problems.add(str(error))
         problems.raise_any()
@@ -240,6 +254,12 @@ class LinesSource(SampleFiles):
 
     def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
         return numbered_line[1].decode(self._encoding)
+
+
+def _other_delimiter(rows: list[list[str]], delimiter: str) -> str:
+    """Return the usual delimiter that all rows hold, in place of `delimiter`; "" if there is none."""
+    lines = [delimiter.join(row) for row in rows if row]
+    return next((one for one in "\t;|," if one != delimiter and all(one in line for line in lines)), "")
 
 
 def _lines(stream: Stream) -> Generator[tuple[int, bytes], None, None]:

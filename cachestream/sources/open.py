@@ -30,6 +30,7 @@ from cachestream.listing.patterns import (
     kind_of,
     split_dataset,
 )
+from cachestream.listing.table_formats import refuse_tables
 from cachestream.sources.base import Source, is_source
 from cachestream.sources.datasets import (
     CallableSource,
@@ -260,16 +261,22 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
     for name in _MULTI_SAMPLE:
         if name in formats and (others or given <= set(_options_of(_source(name)))):
             if len(formats) > 1:
-                raise ConfigError(
-                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
-                    "to read those, extensions= for others, or format='files' for the bytes of each"
-                )
+                _refuse_among_others(name, files, ends, shown)
             return _make(_source(name), what, options)
     # Among files of other kinds, lines usually describe those.
     if formats == {"lines"} and given <= set(_options_of(_source("lines"))):
         return _make(_source("lines"), what, options)
     reject_unknown("open_source", others, for_files)
     return _source("files")(files, **options)
+
+
+def _refuse_among_others(name: str, files: FileList, ends: tuple[str, str], shown: str) -> None:
+    if name == "parquet":
+        refuse_tables(files)
+    raise ConfigError(
+        f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
+        "to read those, extensions= for others, or format='files' for the bytes of each"
+    )
 
 
 def _source(name: str) -> Callable[..., Source]:

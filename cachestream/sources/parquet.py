@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +18,14 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError, Sourc
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import PARQUET_ENDINGS
+from cachestream.listing.table_formats import refuse_tables
 from cachestream.schema import IntArray
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch, Columns, load_arrow
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.decode.table_columns import ColumnOptions, same_columns, table_rows
 from cachestream.sources.fields import Defaults
+from cachestream.sources.hive import FolderColumns
 from cachestream.sources.sample_files import FileUnits, SampleFiles, parts_for_diversity
 from cachestream.transport import object_limit
 from cachestream.transport.file_objects import SeekableFile
@@ -197,6 +199,9 @@ class ParquetSource(SampleFiles):
     text. Images in the layout of Hugging Face (a struct of "bytes" and "path") are decoded to uint8
     `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
 
+    Folders such as "label=cat/" name a column of their own, as in pyarrow: below the folder or wildcard given, or
+    anywhere in the paths of a list of files. It is int64 if all its values are whole numbers, else str.
+
     columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
 
     fields: a default for each optional field, `{"caption": ""}`: it replaces nulls, and columns that some
@@ -208,6 +213,8 @@ class ParquetSource(SampleFiles):
     decode_images: False leaves images as bytes. A list of names decodes these binary columns, too.
 
     resize, crop: the size of decoded images, see `ImageOptions`.
+
+    Tables of Delta Lake, Iceberg and Hudi are refused: their files also hold rows that were deleted.
 
     Raises ConfigError for columns that are missing or cannot be stored, and otherwise as
     `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
@@ -229,7 +236,11 @@ class ParquetSource(SampleFiles):
         options = ColumnOptions(columns, decode_images, images, nulls, defaults.values)
         require("pyarrow.parquet", "parquet", "Parquet")
         files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
-        super().__init__("parquet", files, options.identity, defaults, images)
+        refuse_tables(files)
+        self._folders = FolderColumns(files, columns, {**defaults.values, **(nulls or {})})
+        options = replace(options, of_folders=self._folders.names)
+        identity = [*options.identity, *self._folders.identity]
+        super().__init__("parquet", files, identity, defaults, images)
         self._footers = Footers(files, options)
         groups = self._read_footers()
         self._rows: IntArray = np.concatenate(groups)
@@ -295,7 +306,7 @@ class ParquetSource(SampleFiles):
         index, group = self._locate(unit)
         place = int(self._units.place(unit))
         problems = Problems(self._files.where(index))
-        batches = self._read_group(index, group, int(self._rows[place]))
+        batches = self._folders.added_to(self._read_group(index, group, int(self._rows[place])), index)
         rows = table_rows(batches, self._files.key(index), int(self._first_rows[place]), problems)
         with object_limit.applied(self._files.remote.max_object_bytes):
             yield from self._defaults.fill_all(rows)

@@ -23,7 +23,13 @@ _USTAR_AT: Final = 257
 _ZEROS: Final = bytes(BLOCK)
 _FILES: Final = b"0\x007"
 _EXTENSIONS: Final = b"xXgLK"
-_WITHOUT_DATA: Final = b"123456"  # links, devices, folders, pipes
+_WITHOUT_DATA: Final = {  # what a member of this kind is where a file belongs
+    ord("1"): "a hard link, whose data an earlier member holds: write the tar with --hard-dereference",
+    ord("2"): "a symbolic link: write the tar with --dereference",
+    **dict.fromkeys(b"34", "a device"),
+    ord("5"): "",  # a folder
+    ord("6"): "a pipe",
+}
 MAX_NAME: Final = 4096  # Linux' PATH_MAX
 _USED_RECORDS: Final = ("path", "size", "GNU.sparse")  # of pax headers
 LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first header of a part
@@ -46,9 +52,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file, folder, link or device in an archive. `offset` is the position of its own header block.
+    """A member of an archive. `offset` is the position of its own header block.
 
-    `problem` is the reason why a file cannot be read, or "".
+    `is_file`: it has the name of a file. `problem` tells what it is if it cannot be read, such as "a pipe".
     """
 
     name: str
@@ -218,16 +224,16 @@ class TarReader:
                 raise TarError("a malformed pax header")
             size_bytes = int(extended["size"])
         name = extended.get("path", header.name)
-        is_file = header.kind in _FILES and not name.endswith(b"/")
-        problem = ""
+        problem = _WITHOUT_DATA.get(header.kind, "")
+        is_file = (header.kind in _FILES or bool(problem)) and not name.endswith(b"/")
         if header.kind == ord("S"):
-            is_file, problem = True, "sparse"
+            is_file, problem = True, "a sparse file"
             more = block[482]
             while more:
                 block = bytes(self._stream.read(BLOCK))
                 more = block[504] if len(block) == BLOCK else 0
         elif is_file and "GNU.sparse" in extended:
-            problem = "sparse"
+            problem = "a sparse file"
         folder = header.kind == 0 and name.endswith(b"/")  # in archives of before 1988
         if header.kind not in _WITHOUT_DATA and not folder:
             self._unread_bytes, self._padding = size_bytes, _padded(size_bytes) - size_bytes
@@ -348,20 +354,32 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
 
 
 def _sample_files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:
-    """Yield the members that are files of samples, each with its sample's key and its extension."""
+    """Yield the members that are files of samples, each with its sample's key and its extension.
+
+    Raises TarError if no file of the archive is one.
+    """
+    others, example, is_empty = 0, "", True
     while (member := reader.next()) is not None:
         if part is not None and not member.is_ustar:
             raise TarError("headers without 'ustar' cannot be read in parts; give samples_per_visit=0")
         names = split_name(member.name) if member.is_file else None
         if names is not None:
+            is_empty = False
             yield member, *names
+        elif member.is_file:
+            others, example = others + 1, example or member.name
+    if part is None and others and is_empty:
+        raise TarError(
+            f"it holds no samples: none of its {others:,} files has a name with an extension, such as 0001.jpg "
+            f"(the first is {example[:100]!r})"
+        )
     if part is not None and part.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):
         raise TarError("it holds a tar itself, and cannot be read in parts; give samples_per_visit=0")
 
 
 def _read_file(group: Group, extension: str, member: Member, reader: TarReader, stream: Stream) -> None:
     """Read a file into its group, or record why the group cannot be used."""
-    problem = member.problem and f"its .{extension} is a {member.problem} file"
+    problem = member.problem and f"its .{extension} is {member.problem}"
     problem = name_problem(member.name) or problem
     if extension in group.files:
         problem = problem or f"two files with the extension .{extension}"

@@ -109,7 +109,9 @@ def test_objects_that_stand_for_folders_are_no_files(monkeypatch: pytest.MonkeyP
 def test_two_stars_at_the_end_reach_into_all_folders_below(server: S3Server, first_names: int | None) -> None:
     options: Any = {"first_names": first_names, "extensions": "*"}
     source = FileSource("s3://paged/a/**", storage_options=server.storage_options, **options)
-    assert keys(source) == sorted(name.removeprefix("a/") for name in NAMES if name.startswith("a/"))
+    assert keys(source) == sorted(
+        name.removeprefix("a/") for name in NAMES if name.startswith("a/") and "/." not in name
+    )
 
 
 @pytest.mark.parametrize("first_names", [7, None])
@@ -152,7 +154,7 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
     [
         # "x" lies deeper, "b" holds hidden files alone, and "notes" no image.
         ("s3://paged", ("a", "a-b", "b", "c", "notes")),
-        ("s3://paged/**/*.jpg", (".cache", "a", "b", "c", "notes")),
+        ("s3://paged/**/*.jpg", ("a", "b", "c", "notes")),
         ("s3://paged/a*/*", ("a", "a-b")),
         ("s3://paged/a/*/*", ("x",)),
         ("s3://paged/a-b/", ()),

@@ -207,24 +207,6 @@ def test_a_name_of_endless_length_is_refused_quickly(tmp_path: Path) -> None:
     assert len(problem) < 1000
 
 
-def test_links_devices_pipes_and_folders_are_left_out(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    kinds = [
-        tarfile.SYMTYPE,
-        tarfile.LNKTYPE,
-        tarfile.CHRTYPE,
-        tarfile.BLKTYPE,
-        tarfile.FIFOTYPE,
-        tarfile.DIRTYPE,
-    ]
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        add(archive, "a.txt", b"1")
-        for number, kind in enumerate(kinds):
-            add(archive, f"{number}.txt", type=kind, linkname="/etc/passwd")
-        add(archive, "a.cls", b"2")
-    assert read(tmp_path, buffer.getvalue()) == ({"1.tar#a": {"txt": "1", "cls": 2}}, "")
-
-
 def test_sparse_files_are_refused_and_left_out(tmp_path: Path) -> None:
     old = bytearray(header("s.bin", 512, b"S"))
     old[482] = 1  # one more block of the sparse map

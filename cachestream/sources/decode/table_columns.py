@@ -24,7 +24,8 @@ _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 class ColumnOptions:
     """The columns to read of tables, and the conversion of their values; see `ParquetSource`.
 
-    `defaults` are those of optional fields. Raises ConfigError for invalid options.
+    `defaults` are those of optional fields; `of_folders` are columns that come from the names of folders, and
+    not from the files (see `FolderColumns`). Raises ConfigError for invalid options.
     """
 
     columns: Sequence[str] | None = None
@@ -32,6 +33,7 @@ class ColumnOptions:
     images: ImageOptions = UNCHANGED
     nulls: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    of_folders: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_columns(self.columns)
@@ -61,11 +63,14 @@ class ColumnOptions:
         self._check_names(arrow, schema, where)
         if names is None:
             names = [name for name in schema.names if not (of_parquet and _PANDAS_INDEX.fullmatch(name))]
+        names = [name for name in names if name not in self.of_folders]
         known = {*schema.names}
         there = [name for name in names if name in known or (of_parquet and _has_member(arrow, schema, name))]
         for name in names:
             if name not in there and name not in self.defaults:
-                raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
+                raise ConfigError(
+                    f"{where}: no column '{name}'; there are {', '.join((*schema.names, *self.of_folders))}"
+                )
         # pyarrow reads all columns of Parquet that match a name.
         read = schema if of_parquet else [column for column in schema if column.name in there]
         for name in doubled_fields(arrow, read):
@@ -81,6 +86,7 @@ class ColumnOptions:
     def _check_names(self, arrow: Any, schema: Any, where: str) -> None:
         """Raise ConfigError for a name in an option that no column becomes."""
         fields = [name for one in schema for name in _names_of(arrow.types, one.name, one.type)]
+        fields += self.of_folders
         images = () if isinstance(self.decode_images, bool) else self.decode_images
         for option, names in (("nulls", self.nulls or ()), ("decode_images", images)):
             for name in names:

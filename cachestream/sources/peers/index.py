@@ -111,12 +111,18 @@ def read_index(index: FileList) -> Iterator[Mapping[str, Any]]:
         raise ConfigError(f"{where}: {reason}") from error
 
 
+def check_file_name(name: Any) -> str:
+    """Return the name of a file in an index. Raises ValueError for one that leads out of the index's folder."""
+    parts = str(name).replace("\\", "/").split("/")
+    if not isinstance(name, str) or {"..", ""} & {*parts} or "::" in name or not name.isprintable():
+        raise ValueError(f"the file name {str(name)[:100]!r}, which leads out of the folder")
+    return name
+
+
 def files_beside(index: FileList, names: Sequence[Any]) -> FileList:
     """Return the files that an index names. Raises ValueError for no names, and a name outside its folder."""
     for name in names:
-        parts = str(name).replace("\\", "/").split("/")
-        if not isinstance(name, str) or {"..", ""} & {*parts} or "::" in name or not name.isprintable():
-            raise ValueError(f"the file name {str(name)[:100]!r}, which leads out of the folder")
+        check_file_name(name)
     if not names:
         raise ValueError("it names no files")
     files = index.over(Names(names))

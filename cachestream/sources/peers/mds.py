@@ -32,6 +32,7 @@ from cachestream.sources.peers.index import (
     Visit,
     as_count,
     as_mapping,
+    check_file_name,
     cut_items,
     files_beside,
     open_index,
@@ -181,12 +182,10 @@ def _shard(shard: Mapping[str, Any], choice: FieldChoice, layouts: dict[Any, Ite
     stored = as_mapping(zip_data, "zip_data") if zip_data else raw
     if zip_data:
         _check_compression(str(shard.get("compression")).partition(":")[0])
-    if not isinstance(key := raw["basename"], str) or not key.isprintable():
-        raise ValueError(f"the file name {str(key)[:100]!r}")
     hashes = stored.get("hashes") or {}
     return _Shard(
         name=stored["basename"],
-        key=key,
+        key=check_file_name(raw["basename"]),
         count=as_count(shard["samples"], "the number of samples of a shard"),
         is_compressed=bool(zip_data),
         layout=_layout_of(shard, choice, layouts),

@@ -1,0 +1,71 @@
+"""The columns that folders name, as Hive, Spark and pyarrow write them: `label=cat/part-0.parquet`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import unquote
+
+import numpy as np
+
+from cachestream.listing.file_list import FileList
+from cachestream.sources.decode.arrow import Batch, Unusable
+
+_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
+_WHOLE: Final = re.compile(r"-?\d{1,18}", re.ASCII)
+
+
+class FolderColumns:
+    """The columns that the folders of `files` name. Where a file has a column of that name, its folder wins.
+
+    As in pyarrow, the folders below a folder or wildcard that is given count, and of a list of files all
+    folders in their paths. A column is int64 if all its values are whole numbers, else str. `chosen` are the
+    columns to keep (None: all); `missing` has the values for files whose folders do not name a column, or
+    name it null.
+    """
+
+    def __init__(self, files: FileList, chosen: Sequence[str] | None, missing: Mapping[str, Any]) -> None:
+        path = files.key if files.is_searched or len(files) == 1 else files.where
+        found = [dict(_named_in(path(index))) for index in range(len(files))]
+        names = dict.fromkeys(name for one in found for name in one)
+        texts = {name: [one.get(name) for one in found] for name in names if chosen is None or name in chosen}
+        self._values = {name: _as_numbers(values) for name, values in texts.items()}
+        self._missing = missing
+        self.names = tuple(names)
+        self.identity = [f"folders={','.join(names)}"] if names else []
+
+    def of(self, index: int) -> dict[str, Any]:
+        """Return the value of each column for file `index`; None where there is none."""
+        found = ((name, values[index]) for name, values in self._values.items())
+        return {name: self._missing.get(name) if value is None else value for name, value in found}
+
+    def added_to(self, batches: Iterator[Batch], index: int) -> Iterator[Batch]:
+        """Yield the `batches` of file `index` with its columns; rows that lack a value are unusable."""
+        own = self.of(index)
+        lacking = next((name for name, value in own.items() if value is None), None)
+        for count, fields, bad in batches:
+            columns = {name: _column(value, count) for name, value in own.items()}
+            without = range(count if lacking else 0)
+            yield (
+                count,
+                {**fields, **columns},
+                {**bad, **dict.fromkeys(without, Unusable(f"column '{lacking}' is null"))},
+            )
+
+
+def _named_in(path: str) -> Iterator[tuple[str, str | None]]:
+    for folder in path.split("/")[:-1]:
+        name, equals, text = folder.partition("=")
+        if name and equals:
+            yield unquote(name), None if text == _NULL else unquote(text)
+
+
+def _as_numbers(texts: list[str | None]) -> Sequence[Any]:
+    if all(text is None or _WHOLE.fullmatch(text) for text in texts):
+        return [None if text is None else int(text) for text in texts]
+    return texts
+
+
+def _column(value: Any, count: int) -> Any:
+    return [value] * count if isinstance(value, str | bytes) else np.array([value] * count)

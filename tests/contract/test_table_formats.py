@@ -1,0 +1,125 @@
+"""Tables that a log describes: Delta Lake, Iceberg and Hudi are named and refused, however they are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import cachestream as cs
+from tests.support.s3 import S3Server
+
+LOGS: Final = {
+    "Delta Lake": "_delta_log/00000000000000000000.json",
+    "Apache Iceberg": "metadata/00000-1d9c.metadata.json",
+    "Apache Hudi": ".hoodie/hoodie.properties",
+}
+# Below the root of a table, where each format puts the rows of a partition.
+PARTITIONS: Final = {"Delta Lake": "day=1", "Apache Iceberg": "data/day=1", "Apache Hudi": "2026/11/28"}
+formats = pytest.mark.parametrize("name", list(LOGS))
+
+
+def make_table(root: Path, name: str) -> Path:
+    """Make a table of a format at `root`: its log, and a partition; return the partition's folder."""
+    log, partition = root / LOGS[name], root / PARTITIONS[name]
+    log.parent.mkdir(parents=True)
+    partition.mkdir(parents=True)
+    log.write_text("{}")
+    pq.write_table(pa.table({"x": [1, 2]}), partition / "part-0.parquet")
+    return partition
+
+
+def refusal(open_it: Callable[[], Any]) -> str:
+    with pytest.raises(cs.ConfigError) as caught:
+        open_it()
+    return str(caught.value)
+
+
+def ways(root: str, partition: str) -> list[tuple[Any, dict[str, Any]]]:
+    """Return what leads to the files of a table, with the options."""
+    return [
+        (root, {}),
+        (f"{root}/", {"format": "parquet"}),
+        (f"{root}/**", {}),
+        (f"{root}/**/*.parquet", {}),
+        (partition, {}),
+        (f"{partition}/*.parquet", {"format": "parquet"}),
+        (f"{partition}/part-0.parquet", {}),
+        ([f"{partition}/part-0.parquet"], {}),
+    ]
+
+
+@formats
+def test_a_table_on_disk_is_refused_by_its_name_however_its_files_are_reached(
+    tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "t"
+    partition = make_table(root, name)
+    for what, options in ways(str(root), str(partition)):
+        said = refusal(partial(cs.open_source, what, **options))
+        assert said.startswith(f"{root}/: is a table of {name}"), what
+        assert "another folder" in said
+        assert "format=" not in said, "no advice that brings deleted rows back"
+
+
+@formats
+def test_a_table_on_s3_is_refused_by_its_name_from_its_root_and_from_a_pattern_below(
+    s3_server: S3Server, name: str
+) -> None:
+    bucket = f"table-{name.rsplit(maxsplit=1)[-1].lower()}"
+    partition = make_table(s3_server.bucket(bucket) / "lake" / "t", name)
+    root = f"s3://{bucket}/lake/t"
+    below = partition.relative_to(s3_server.bucket(bucket))
+    for what, options in ((root, {"format": "parquet"}), (f"s3://{bucket}/{below}/*.parquet", {})):
+        said = refusal(partial(cs.open_source, what, storage_options=s3_server.storage_options, **options))
+        assert said.startswith(f"{root}/: is a table of {name}"), what
+
+
+@formats
+def test_a_manifest_a_link_and_a_mixture_that_lead_into_a_table_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "t"
+    partition = make_table(root, name)
+    (tmp_path / "list.txt").write_text(f"{partition}/part-0.parquet\n")
+    (tmp_path / "link").symlink_to(partition)
+    (tmp_path / "plain").mkdir()
+    pq.write_table(pa.table({"x": [3]}), tmp_path / "plain" / "a.parquet")
+    for open_it in (
+        lambda: cs.open_source(tmp_path / "list.txt", manifest=True),
+        lambda: cs.open_source(tmp_path / "link"),
+        lambda: cs.open_source(tmp_path, format="parquet"),
+        lambda: cs.mix({str(tmp_path / "plain"): 1.0, str(root): 1.0}),
+        lambda: cs.ParquetSource(str(partition)),
+    ):
+        assert f"{root}/: is a table of {name}" in refusal(open_it)
+
+
+def test_other_drivers_find_a_table_above_the_files_too() -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/lake/t/.hoodie/hoodie.properties", b"x")
+    with memory.open("/lake/t/2026/a.parquet", "wb") as file:
+        pq.write_table(pa.table({"x": [1]}), file)
+    try:
+        said = refusal(lambda: cs.open_source("memory://lake/t/2026/*.parquet"))
+    finally:
+        memory.rm("/lake", recursive=True)
+    assert "/lake/t/: is a table of Apache Hudi" in said
+
+
+def test_parquet_beside_folders_of_like_names_is_read_as_before(tmp_path: Path) -> None:
+    for folder in ("t/metadata", "t/day=1", "other/_delta_log"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "t/metadata/readme.json").write_text("{}")
+    (tmp_path / "other/_delta_log/0.json").write_text("{}")
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "t/day=1/a.parquet")
+    source = cs.open_source(tmp_path / "t", format="parquet")
+    assert [sample["x"] for _, sample in source.read(0, np.random.default_rng(0))] == [1, 2]
