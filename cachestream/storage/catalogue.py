@@ -16,7 +16,7 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheVersionError
@@ -115,6 +115,7 @@ class Catalogue:
         self._connection: sqlite3.Connection | None = None
         self._read_only = False
         self._troubled_s: float | None = None  # since when it has been missing, damaged or unreadable
+        self._local = threading.local()
         self._openings = self._commits = 0
         with _fork_lock:
             _catalogues.add(self)
@@ -214,6 +215,23 @@ class Catalogue:
         if getattr(self, "_connection", None) is not None:
             self.close()
 
+    @contextmanager
+    def hurried(self, is_hurried: bool = True) -> Iterator[None]:
+        """Have this thread not wait for a file that is missing, damaged or unreadable: it can do without."""
+        self._local.is_hurried = is_hurried
+        try:
+            yield
+        finally:
+            self._local.is_hurried = False
+
+    def may_be_mended(self) -> bool:
+        """Return whether this thread should wait for a worker to mend the file."""
+        return not self._is_hurried and self.is_mended()
+
+    @property
+    def _is_hurried(self) -> bool:
+        return getattr(self._local, "is_hurried", False)
+
     def _readable(self, *, patient: bool) -> sqlite3.Connection:
         """The connection, once the file can be read.
 
@@ -228,7 +246,7 @@ class Catalogue:
                 return connection
             except (CatalogueDamagedError, DiskFailedError):
                 self.close()  # SQLite may keep what it has read
-                if not patient or time.monotonic() >= self._deadline_s() or not self.is_mended():
+                if not patient or time.monotonic() >= self._deadline_s() or not self.may_be_mended():
                     raise
             time.sleep(_POLL_S)  # bounded by the deadline
 
@@ -252,7 +270,7 @@ class Catalogue:
             self.identity = None  # another file may have the inode of one that is gone
             if not os.path.isdir(os.path.dirname(self.path)):
                 raise disk_error(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-            if time.monotonic() >= self._deadline_s():
+            if self._is_hurried or time.monotonic() >= self._deadline_s():
                 raise CatalogueDamagedError(
                     f"{self.path} is missing; run 'cachestream verify CACHE --repair'"
                 )
