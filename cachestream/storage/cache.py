@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from cachestream.schema import Schema, Snapshot, Split
     from cachestream.storage.leases import Lease
+    from cachestream.storage.os_errors import CatalogueDamagedError
     from cachestream.storage.tables import Tables
     from cachestream.storage.view import Condition
     from cachestream.training.dataset import EpochDataset
@@ -358,9 +359,9 @@ class Cache:
         """
         return verify(self, repair, on_progress)
 
-    def rebuild(self) -> None:
-        """Rebuild a lost or damaged catalogue from the shards, unless another process has done so."""
-        rebuild_catalogue(self.directory, self.catalogue, condemned=True)
+    def rebuild(self, error: CatalogueDamagedError | None = None) -> None:
+        """Rebuild a lost or damaged catalogue from the shards after `error`, unless it is sound by now."""
+        rebuild_catalogue(self.directory, self.catalogue, error)
 
     def check_sizes(self, newest: int | None = None) -> str | None:
         """Correct the recorded sizes of shards by their files; returns the first error found, or None.

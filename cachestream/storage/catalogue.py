@@ -16,14 +16,15 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheVersionError
 from cachestream.linux import open_private
-from cachestream.storage.locks import file_identity
+from cachestream.storage.locks import file_identity, signal_safe
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
+    DiskFailedError,
     disk_error,
     translated_disk_errors,
     translated_sql_errors,
@@ -95,8 +96,9 @@ class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
     A file that another process has put in its place is opened instead of the old one. A missing one is waited
-    for, `patience_s` at most. A missing or damaged file raises CatalogueDamagedError: whoever opens the
-    cache, or supervises it, rebuilds the file.
+    for, `patience_s` at most, and while `is_mended()` also one that is damaged or cannot be read. After that
+    such a file raises CatalogueDamagedError or DiskFailedError: whoever opens the cache, or supervises it,
+    rebuilds a damaged one.
 
     A connection belongs to the process that opened it. No transaction is open while the process forks: SQLite
     keeps account of its POSIX locks in memory, so a child would believe that it holds its parent's locks. The
@@ -107,10 +109,13 @@ class Catalogue:
     def __init__(self, path: str) -> None:
         self.path = path
         self.patience_s = _MISSING_S  # 0 in the process that rebuilds it
+        self.is_mended: Callable[[], bool] = lambda: False  # whether a worker runs
         self.identity: tuple[int, int] | None = None  # of the file that was opened last
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._read_only = False
+        self._troubled_s: float | None = None  # since when it has been missing, damaged or unreadable
+        self._local = threading.local()
         self._openings = self._commits = 0
         with _fork_lock:
             _catalogues.add(self)
@@ -132,13 +137,14 @@ class Catalogue:
     def problem(self) -> str | None:
         """The first problem of the file that SQLite finds; None if it is sound.
 
-        Raises CacheVersionError for a catalogue of a newer version.
+        Raises CacheVersionError for a catalogue of a newer version, DiskFailedError for one that the disk does
+        not read.
         """
         if file_identity(self.path) is None:
             return f"{self.path} is missing"
         self.close()  # otherwise SQLite would check the pages that it has in memory
         try:
-            with self.reading() as tables:
+            with self._within("BEGIN", patient=False) as tables:
                 (application,) = tables.execute("PRAGMA application_id").fetchone()
                 if application != APPLICATION_ID:
                     return f"{self.path} is not a catalogue"
@@ -148,35 +154,48 @@ class Catalogue:
         except CatalogueDamagedError as error:
             return str(error)
 
-    @contextmanager
-    def transaction(self) -> Iterator[Tables]:
+    def transaction(self) -> AbstractContextManager[Tables]:
         """A write transaction: commits at the end, rolls back on an exception.
 
         Raises CacheLockedError when another process holds the lock past the deadline, CacheFullError when the
         disk is full, and CacheError when the file cannot be written.
         """
-        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
-            connection = self._begin("BEGIN IMMEDIATE")
-            try:
-                yield Tables(connection)
-                connection.execute("COMMIT")
-                self._commits += 1
-            except BaseException:
-                self._roll_back(connection)
-                raise
+        return self._within("BEGIN IMMEDIATE")
 
-    @contextmanager
-    def reading(self) -> Iterator[Tables]:
+    def reading(self) -> AbstractContextManager[Tables]:
         """A consistent view of all tables."""
+        return self._within("BEGIN")
+
+    @signal_safe
+    def _within(self, begin: str, *, patient: bool = True) -> Iterator[Tables]:
+        is_reading = begin == "BEGIN"
         with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
-            if self._connection is not None and self._connection.in_transaction:
+            if is_reading and self._connection is not None and self._connection.in_transaction:
                 yield Tables(self._connection)
                 return
-            connection = self._begin("BEGIN")
-            try:
-                yield Tables(connection)
-            finally:
-                self._roll_back(connection)
+            for _ in range(_REOPENINGS):
+                connection = self._readable(patient=patient)
+                if self._read_only and not is_reading:
+                    raise unwritable(self.path)
+                try:
+                    with connection:  # commits or rolls back in C, where no signal interrupts it
+                        connection.execute(begin)
+                        # While this process waited for the lock, another may have replaced the file by a
+                        # rebuilt one.
+                        if file_identity(self.path) == self.identity:
+                            tables = Tables(connection)
+                            try:
+                                yield tables
+                            finally:
+                                tables.close()
+                            if is_reading:
+                                connection.rollback()
+                            self._commits += not is_reading  # before it: an interrupt would hide the commit
+                            return
+                finally:
+                    if connection.in_transaction:
+                        self.close()  # it could not roll back; the next connection does, from the journal
+        raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
     def revision(self) -> Revision:
         """The current revision; every commit, by any process, changes it. Not within a transaction."""
@@ -196,17 +215,46 @@ class Catalogue:
         if getattr(self, "_connection", None) is not None:
             self.close()
 
-    def _begin(self, statement: str) -> sqlite3.Connection:
-        for _ in range(_REOPENINGS):
-            connection = self._connected()
-            if statement != "BEGIN" and self._read_only:
-                raise unwritable(self.path)
-            connection.execute(statement)
-            # While this process waited for the lock, another may have replaced the file by a rebuilt one.
-            if file_identity(self.path) == self.identity:
+    @contextmanager
+    def hurried(self, is_hurried: bool = True) -> Iterator[None]:
+        """Have this thread not wait for a file that is missing, damaged or unreadable: it can do without."""
+        self._local.is_hurried = is_hurried
+        try:
+            yield
+        finally:
+            self._local.is_hurried = False
+
+    def may_be_mended(self) -> bool:
+        """Return whether this thread should wait for a worker to mend the file."""
+        return not self._is_hurried and self.is_mended()
+
+    @property
+    def _is_hurried(self) -> bool:
+        return getattr(self._local, "is_hurried", False)
+
+    def _readable(self, *, patient: bool) -> sqlite3.Connection:
+        """The connection, once the file can be read.
+
+        A worker that runs rebuilds a damaged file, and waits for a disk that fails.
+        """
+        while True:
+            try:
+                with translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+                    connection = self._connected()
+                    connection.execute("PRAGMA schema_version").fetchone()
+                self._troubled_s = None
                 return connection
-            self._roll_back(connection)
-        raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
+            except (CatalogueDamagedError, DiskFailedError):
+                self.close()  # SQLite may keep what it has read
+                if not patient or time.monotonic() >= self._deadline_s() or not self.may_be_mended():
+                    raise
+            time.sleep(_POLL_S)  # bounded by the deadline
+
+    def _deadline_s(self) -> float:
+        """The end of the patience with the present trouble, which all uses of the catalogue share."""
+        if self._troubled_s is None:
+            self._troubled_s = time.monotonic()
+        return self._troubled_s + self.patience_s
 
     def _connected(self) -> sqlite3.Connection:
         _check_kind_and_owner(self.path)
@@ -218,12 +266,11 @@ class Catalogue:
         return self._connection
 
     def _open(self) -> sqlite3.Connection:
-        deadline_s = time.monotonic() + self.patience_s
         while (identity := file_identity(self.path)) is None:
             self.identity = None  # another file may have the inode of one that is gone
             if not os.path.isdir(os.path.dirname(self.path)):
                 raise disk_error(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-            if time.monotonic() >= deadline_s:
+            if self._is_hurried or time.monotonic() >= self._deadline_s():
                 raise CatalogueDamagedError(
                     f"{self.path} is missing; run 'cachestream verify CACHE --repair'"
                 )
@@ -258,13 +305,6 @@ class Catalogue:
                 f"{self.path} was written by a newer cachestream (catalogue version {version}, "
                 f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
             )
-
-    def _roll_back(self, connection: sqlite3.Connection) -> None:
-        try:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-        except sqlite3.Error:  # the next connection rolls back from the journal
-            self.close()
 
     def _forget_parent(self) -> None:
         """Drop the parent's lock and connection, in a forked child."""

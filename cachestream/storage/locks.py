@@ -11,14 +11,78 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import partial, wraps
+from io import FileIO
+from operator import attrgetter
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
 
 from cachestream.errors import CacheFullError, CacheLockedError
 from cachestream.linux import open_private, remove
 from cachestream.storage.os_errors import disk_error
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def signal_safe(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """As `contextmanager`, for a generator that must end with its `with` block whatever a signal interrupts.
+
+    An exception that a signal raises (Ctrl-C) within the methods of `contextmanager` leaves the generator
+    suspended while anything refers to the traceback: in a notebook, until the next error. Here only the `with`
+    block refers to the generator. It is entered in C, and an interrupt on the way to its end closes it, as it
+    closes any generator that is dropped. In the generator, `with` blocks of locks, files and SQLite's
+    connections are safe, because these also end in C; a `finally` of Python's is not.
+    """
+
+    @wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+        return cast("AbstractContextManager[T]", _SignalSafe(function(*args, **kwargs)))
+
+    return make
+
+
+class _SignalSafe:
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    __enter__ = property(attrgetter("generator.__next__"))
+
+    def _exit(self) -> Callable[..., bool]:
+        leave = partial(_leave, cast("Any", weakref.ref(self.generator)))
+        leave.generator = self.generator  # type: ignore[attr-defined]
+        return leave
+
+    __exit__ = property(_exit)
+
+
+def _leave(
+    generator: Callable[[], Generator[Any, None, None]],
+    _: object,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> bool:
+    # No variable refers to the generator: the frame of an interrupted call would keep it.
+    if error is None:
+        next(generator(), None)
+        return False
+    try:
+        generator().throw(error)
+    except BaseException as raised:
+        if raised is not error:
+            raise
+        error.__traceback__ = traceback
+        return False
+    return True
+
+
 _held: set[HeldFile] = set()
+_opened_files: list[FileIO] = []  # by `_opened`; those that are closed may be among them
 # Held from the open of a file to its entry in _held, and during a fork: a child forked between the two would
 # keep the lock unnoticed.
 _guard = threading.RLock()
@@ -111,6 +175,9 @@ def _after_fork_in_child() -> None:
     _guard = threading.RLock()
     for file in list(_held):
         file._close()  # whatever its holders: they are the parent's
+    for opened in _opened_files:
+        opened.close()
+    _opened_files.clear()
 
 
 os.register_at_fork(
@@ -136,16 +203,18 @@ def lock_file(
         time.sleep(0.01)  # flock has no timeout; bounded by the deadline
 
 
-@contextmanager
+@signal_safe
 def locked(path: str, timeout_s: float, error: Exception) -> Iterator[None]:
     """Hold the lock on `path` for the `with` block; raises `error` if others hold it until the deadline."""
-    lock = lock_file(path, timeout_s=timeout_s)
-    if lock is None:
-        raise error
-    try:
-        yield
-    finally:
-        lock.release()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with _opened(path, create=True) as file:
+            if _lock_opened(path, file, shared=False):
+                yield
+                return
+        if time.monotonic() >= deadline:
+            raise error
+        time.sleep(0.01)  # flock has no timeout; bounded by the deadline
 
 
 def is_held(path: str, *, shared: bool = False) -> bool:
@@ -155,25 +224,23 @@ def is_held(path: str, *, shared: bool = False) -> bool:
     concurrent probes do not mistake each other for a holder.
     """
     try:
-        probe = lock_file(path, shared=not shared, create=False)
-    except FileNotFoundError:
+        with _opened(path, create=False) as probe:
+            return not _lock_opened(path, probe, shared=not shared) and os.path.exists(path)
+    except (FileNotFoundError, IsADirectoryError):
         return False
-    if probe is None:
-        return os.path.exists(path)
-    probe.release()
-    return False
 
 
 def remove_unheld(path: str) -> bool:
     """Remove `path` unless a live process holds it; return whether no process does."""
     try:
-        lock = lock_file(path, create=False)
-    except FileNotFoundError:
-        return True
-    if lock is None:
-        return not os.path.exists(path)
-    # Unlinked while locked: another process could otherwise lock a file that no one else can open.
-    lock.release(unlink=True)
+        with _opened(path, create=False) as file:
+            if not _lock_opened(path, file, shared=False):
+                return not os.path.exists(path)
+            # Unlinked while locked: another process could otherwise lock a file that no one else can open.
+            with suppress(OSError):
+                remove(path)
+    except (FileNotFoundError, IsADirectoryError):
+        pass
     return True
 
 
@@ -191,14 +258,39 @@ def file_identity(path: str) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-def _open_and_lock(path: str, shared: bool, create: bool) -> HeldFile | None:
+def _open(path: str, create: bool) -> int:
     # flock needs no write permission: a probe works on a read-only mount.
     try:
-        fd = open_private(path, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
+        return open_private(path, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not create:
             raise
         raise disk_error(path, error) from error
+
+
+def _opened(path: str, create: bool) -> FileIO:
+    """Open `path` for a lock that lasts as long as a `with` block of the file, whatever a signal interrupts.
+
+    Raises FileNotFoundError and IsADirectoryError, without `create`.
+    """
+    with _guard:
+        fd = _open(path, create)
+        try:
+            file = FileIO(fd)
+        except OSError:  # a folder
+            os.close(fd)
+            raise
+        # No WeakSet: Ctrl-C in its callbacks would be lost.
+        _opened_files[:] = [*(other for other in _opened_files if not other.closed), file]
+    return file
+
+
+def _lock_opened(path: str, file: FileIO, *, shared: bool) -> bool:
+    return _try_lock(path, file.fileno(), shared) and _still_there(path, file.fileno())
+
+
+def _open_and_lock(path: str, shared: bool, create: bool) -> HeldFile | None:
+    fd = _open(path, create)
     try:
         if _try_lock(path, fd, shared) and _still_there(path, fd):
             held, fd = HeldFile(path, fd), -1

@@ -13,15 +13,19 @@ from cachestream.errors import CacheError, CacheFullError, CacheLockedError, Cac
 from cachestream.linux import open_private, remove
 
 _PROBE_BYTES: Final = 4096
-# Parts of SQLite's messages for invalid pages, for unexpected tables, and for rows that violate constraints.
-_DAMAGE: Final = (
-    "not a database", "malformed", "encrypted", "no such", "has no column", "decode to UTF-8",
-    "constraint failed", "unsupported file format", "mismatch",
-)  # fmt: skip
+# Parts of SQLite's messages for invalid pages, and for unexpected tables and rows that violate constraints.
+_UNREADABLE: Final = ("not a database", "malformed", "encrypted", "unsupported file format")
+_DAMAGE: Final = ("no such", "has no column", "decode to UTF-8", "constraint failed", "mismatch")
 
 
 class CatalogueDamagedError(CacheError):
     """The catalogue file is missing or invalid. It is rebuilt from the shards."""
+
+
+class CatalogueUnreadableError(CatalogueDamagedError):
+    """SQLite takes the catalogue for malformed. It says so of a sound file, too, that a disk does not read
+    (EIO): only a check by a new connection tells.
+    """
 
 
 class DiskFailedError(CacheError):
@@ -112,10 +116,9 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
         text = str(error)
         if "locked" in text or "busy" in text:
             raise lock_timeout(path, timeout_s) from error
-        if any(word in text for word in _DAMAGE):
-            raise CatalogueDamagedError(
-                f"{path} is damaged ({text}); run 'cachestream verify CACHE --repair'"
-            ) from error
+        for kind, words in ((CatalogueUnreadableError, _UNREADABLE), (CatalogueDamagedError, _DAMAGE)):
+            if any(word in text for word in words):
+                raise kind(f"{path} is damaged ({text}); run 'cachestream verify CACHE --repair'") from error
         if "disk is full" in text:
             raise CacheFullError(f"{path}: the disk is full; free some space") from error
         if "readonly" in text or "unable to open" in text:

@@ -46,11 +46,21 @@ class Suspect:
 
 
 class Statements:
-    """Statements of one transaction. Valid only inside the `with` block that yielded it."""
+    """Statements of one transaction. Valid only inside the `with` block that yielded it.
+
+    A statement with unfetched rows keeps its lock past the end of the transaction, so all rows are fetched
+    at once; those of `scans` are not, and are closed with the transaction.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.execute = connection.execute
         self.executemany = connection.executemany
+        self.scans: list[sqlite3.Cursor] = []
+
+    def close(self) -> None:
+        """Finish the statements that were left."""
+        for cursor in self.scans:
+            cursor.close()
 
 
 class ProgressTables(Statements):
@@ -58,7 +68,7 @@ class ProgressTables(Statements):
 
     def passes(self) -> list[PassRow]:
         rows = self.execute("SELECT id, plan, length, next_position, evicted_before FROM passes ORDER BY id")
-        return [PassRow(*row) for row in rows]
+        return [PassRow(*row) for row in rows.fetchall()]
 
     def last_pass(self) -> PassRow | None:
         """The current pass; None before the first."""
@@ -133,7 +143,7 @@ class ProgressTables(Statements):
 
     def suspects(self, pass_id: int) -> list[Suspect]:
         rows = self.execute("SELECT position, deaths, reason FROM suspects WHERE pass_id = ?", (pass_id,))
-        return [Suspect(*row) for row in rows]
+        return [Suspect(*row) for row in rows.fetchall()]
 
     def add_suspect(self, pass_id: int, position: int, deaths: int, reason: str) -> None:
         self.execute(

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
@@ -26,8 +27,12 @@ from cachestream.storage.layout import (
     size_of_file,
     sync_folder,
 )
-from cachestream.storage.locks import file_identity
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.locks import file_identity, is_held
+from cachestream.storage.os_errors import (
+    CatalogueDamagedError,
+    CatalogueUnreadableError,
+    translated_disk_errors,
+)
 from cachestream.storage.settings import compare_copy, initial_settings, opening_lock, save_copy
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import forget_dead_loaders
@@ -51,22 +56,25 @@ def open_catalogue(directory: Directory) -> Catalogue:
     catalogue = Catalogue(directory.catalogue)
     if catalogue.problem() is not None:
         rebuild_catalogue(directory, catalogue)
+    catalogue.is_mended = partial(is_held, directory.supervisor_lock)
     with suppress(CacheError):  # where nothing can be written, or not now
         compare_copy(directory, catalogue)
     return catalogue
 
 
-def rebuild_catalogue(directory: Directory, catalogue: Catalogue, *, condemned: bool = False) -> None:
+def rebuild_catalogue(
+    directory: Directory, catalogue: Catalogue, error: CatalogueDamagedError | None = None
+) -> None:
     """Replace a lost or damaged catalogue by one made from the shards, unless another process has done so.
 
-    With `condemned`, even a file that passes the checks is replaced. The new file is made beside the old one,
+    A file that passes the checks stays, unless the `error` is of contents that these do not look at. The new file is made beside the old one,
     and put in its place when it is whole.
     """
     with opening_lock(directory), translated_disk_errors(directory.root, "making its catalogue"):
         found = file_identity(catalogue.path)
         if found is not None:
-            is_condemned = condemned and found == catalogue.identity
-            if not is_condemned and catalogue.problem() is None:
+            is_condemned = error is not None and not isinstance(error, CatalogueUnreadableError)
+            if not (is_condemned and found == catalogue.identity) and catalogue.problem() is None:
                 return
         catalogue.close()
         settings = initial_settings(directory)
@@ -210,7 +218,7 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
     if problem is not None:
         if not repair:
             return VerifyReport(0, 0, (), (), (), problem, repaired=False)
-        rebuild_catalogue(directory, catalogue, condemned=True)
+        rebuild_catalogue(directory, catalogue)
     if repair:
         cache.reservations.clear_dead()
     damage = _check_shards(directory, catalogue, on_progress)

@@ -20,7 +20,12 @@ from cachestream.linux import open_private
 from cachestream.schema import Split, check_holdout, check_split
 from cachestream.storage.layout import free_bytes, replace_file
 from cachestream.storage.locks import locked
-from cachestream.storage.os_errors import lock_timeout, translated_disk_errors
+from cachestream.storage.os_errors import (
+    DiskFailedError,
+    disk_error,
+    lock_timeout,
+    translated_disk_errors,
+)
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -104,13 +109,21 @@ def _selected(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_copy(directory: Directory) -> dict[str, Any] | None:
-    """The copy of the settings; None if it is missing or its checksum is wrong."""
+    """The copy of the settings; None if it is missing or its checksum is wrong.
+
+    Raises DiskFailedError for one that the disk does not read now: defaults would take its place.
+    """
     try:
         with open(directory.settings, encoding="utf-8", opener=open_private) as file:
             saved = json.load(file)
         settings = _selected(saved)
         return settings if saved["xxh3"] == _checksum(settings) else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    except OSError as error:
+        failed = disk_error(directory.settings, error, "reading the settings")
+        if isinstance(failed, DiskFailedError):
+            raise failed from error
         return None
 
 

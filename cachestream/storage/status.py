@@ -17,7 +17,7 @@ from cachestream.repr_html import table
 from cachestream.storage.filling import fill_state, phase_now
 from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import count_samples, of_split
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
@@ -280,29 +280,35 @@ def wait_for_samples(
     """
     least = wanted if least is None else least
     warn_s, waited_s, polled_s, used_s = _WARN_AFTER_S, 0.0, time.monotonic(), time.thread_time()
-    while (have := count_samples(cache, split, view)) < wanted:
-        state, fill = read_filling(cache)
-        ended = state in ("complete", "full", "failed")
-        if ended or waited_s >= timeout_s:
-            # The last samples may have come between the count and the state.
-            if (have := count_samples(cache, split, view)) >= least:
+    while True:
+        try:
+            if (have := count_samples(cache, split, view)) >= wanted:
                 return have
-            of = of_split(split)
-            if view.selects:
-                of += f" that where= selects (of {cache.num_samples} in all)"
-            why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
-            reason = _describe_shortage(cache.directory, fill, have, state, why, ended=ended)
-            raise NotEnoughSamplesError(
-                f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
-            )
-        if waited_s > warn_s:
-            is_known = _warn_of_shortage(cache, fill, have, wanted)
-            warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
+            state, fill = read_filling(cache)
+            ended = state in ("complete", "full", "failed")
+            if ended or waited_s >= timeout_s:
+                # The last samples may have come between the count and the state.
+                if (have := count_samples(cache, split, view)) >= least:
+                    return have
+                of = of_split(split)
+                if view.selects:
+                    of += f" that where= selects (of {cache.num_samples} in all)"
+                why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
+                reason = _describe_shortage(cache.directory, fill, have, state, why, ended=ended)
+                raise NotEnoughSamplesError(
+                    f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
+                )
+            if waited_s > warn_s:
+                is_known = _warn_of_shortage(cache, fill, have, wanted)
+                warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
+        except (CatalogueDamagedError, DiskFailedError):
+            # A worker that runs rebuilds the catalogue, or waits for the disk.
+            if waited_s >= timeout_s or not cache.catalogue.may_be_mended():
+                raise
         pause(_POLL_S)  # SQLite cannot notify
         before_s, polled_s = polled_s, time.monotonic()
         used_before_s, used_s = used_s, time.thread_time()
         waited_s += min(polled_s - before_s, _LONGEST_POLL_S + used_s - used_before_s)
-    return have
 
 
 def _warn_of_shortage(cache: Cache, fill: FillState, have: int, wanted: int) -> bool:

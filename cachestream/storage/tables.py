@@ -127,7 +127,7 @@ class SplitTables(MetaTable):
 
     def uncounted_shards(self) -> list[int]:
         """The shards whose number of held-out samples is not known."""
-        rows = self.execute("SELECT id FROM shards WHERE id NOT IN (SELECT id FROM splits)")
+        rows = self.execute("SELECT id FROM shards WHERE id NOT IN (SELECT id FROM splits)").fetchall()
         return [row[0] for row in rows]
 
     def held_out(self) -> tuple[int, int]:
@@ -146,14 +146,14 @@ class SplitTables(MetaTable):
         if self.holdout is None:
             return set()
         rows = self.execute("SELECT id FROM splits JOIN shards USING (id) WHERE held_out = num_samples")
-        return {row[0] for row in rows}
+        return {row[0] for row in rows.fetchall()}
 
     def held_out_counts(self) -> IntArray:
         """Held-out samples of each shard, int64 `[num_shards]` by ascending id; -1 where not known."""
         rows = self.execute(
             "SELECT coalesce(held_out, -1) FROM shards LEFT JOIN splits USING (id) ORDER BY id"
         )
-        return np.fromiter((row[0] for row in rows), np.int64)
+        return np.array([row[0] for row in rows.fetchall()], np.int64)
 
     def forget_holdout(self) -> None:
         """Hold nothing out any more. Requires a cache without shards."""
@@ -167,14 +167,14 @@ class SplitTables(MetaTable):
         found: dict[int, list[bytes]] = {}
         other = None if self.holdout is None else {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part)
         without = f" WHERE id NOT IN (SELECT id FROM splits WHERE part = {other})" if other else ""
-        for pass_id, blob in self.execute(f"SELECT pass_id, spans FROM shards{without}"):
+        for pass_id, blob in self.execute(f"SELECT pass_id, spans FROM shards{without}").fetchall():
             found.setdefault(pass_id, []).append(blob)
         return {pass_id: _unpack_spans(blobs) for pass_id, blobs in found.items()}
 
     def spans_of(self, pass_id: int) -> IntArray:
         """The spans of one pass that shards hold, as `span_array`."""
         blobs = self.execute("SELECT spans FROM shards WHERE pass_id = ?", (pass_id,))
-        return _unpack_spans(blob for (blob,) in blobs)
+        return _unpack_spans(blob for (blob,) in blobs.fetchall())
 
 
 class Tables(ProgressTables, SplitTables):
@@ -205,12 +205,11 @@ class Tables(ProgressTables, SplitTables):
         The first to evict comes first. SQLite sorts, so only the rows that are consumed become objects.
         """
         where = "WHERE uses > 0" if used_only else ""
-        cursor = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards {where} ORDER BY {ORDERS[policy]}")
-        try:
-            for row in cursor:
-                yield ShardRow(*row)
-        finally:
-            cursor.close()  # an unfinished statement would keep its lock past the commit
+        self.scans.append(
+            self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards {where} ORDER BY {ORDERS[policy]}")
+        )
+        for row in self.scans[-1]:
+            yield ShardRow(*row)
 
     def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
         """Columns of all shards as int64 arrays `[n]`, in the order of an eviction policy."""
@@ -224,7 +223,7 @@ class Tables(ProgressTables, SplitTables):
         return sum(int(self.execute(question, pair).fetchone()[0]) for pair in ranges.tolist())
 
     def shard_ids(self) -> set[int]:
-        return {row[0] for row in self.execute("SELECT id FROM shards")}
+        return {row[0] for row in self.execute("SELECT id FROM shards").fetchall()}
 
     def shard(self, shard_id: int) -> ShardRow | None:
         row = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards WHERE id = ?", (shard_id,)).fetchone()
@@ -247,7 +246,7 @@ class Tables(ProgressTables, SplitTables):
 
     def weights(self) -> dict[int, float]:
         """The recorded weights of shards, by id. Requires "least-weight"."""
-        return dict(self.execute("SELECT id, weight FROM weights"))
+        return dict(self.execute("SELECT id, weight FROM weights").fetchall())
 
     def weigh(self, weights: Mapping[int, float]) -> None:
         """Record the mean weights of shards, by id; one that is gone is left out. Requires "least-weight"."""
@@ -265,7 +264,8 @@ class Tables(ProgressTables, SplitTables):
     def sizes(self, newest: int | None = None) -> dict[int, int]:
         """The bytes of all shards, or of the `newest`, by id."""
         limit = -1 if newest is None else newest
-        return dict(self.execute("SELECT id, size_bytes FROM shards ORDER BY id DESC LIMIT ?", (limit,)))
+        question = "SELECT id, size_bytes FROM shards ORDER BY id DESC LIMIT ?"
+        return dict(self.execute(question, (limit,)).fetchall())
 
     def correct_sizes(self, sizes: Mapping[int, int]) -> None:
         """Set the sizes of some shards, by id, and recompute all sums."""
@@ -393,7 +393,7 @@ class Tables(ProgressTables, SplitTables):
 
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
-        return [FailureRow(*row) for row in rows]
+        return [FailureRow(*row) for row in rows.fetchall()]
 
 
 def _unpack_spans(blobs: Iterable[bytes]) -> IntArray:

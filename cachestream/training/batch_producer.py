@@ -8,6 +8,7 @@ would wait until its second thread is scheduled.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections import deque
@@ -22,7 +23,7 @@ import torch
 
 from cachestream import tracing
 from cachestream.config import with_generator
-from cachestream.errors import CorruptShardError
+from cachestream.errors import CacheError, CorruptShardError
 from cachestream.permutation import mix_key
 from cachestream.training.batches import memory
 from cachestream.training.batches.collate import to_container
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.schedule import Schedule
     from cachestream.training.segment import Segment
+
+logger = logging.getLogger("cachestream")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -156,7 +159,10 @@ class BatchProducer:
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
         if not self._schedule.wanted(segment.request):
             raise Cancelled  # the lease has ended, so the shard may have been evicted
-        self._quarantine(shard_id, str(error))
+        try:
+            self._quarantine(shard_id, str(error))
+        except CacheError as failure:  # a disk that fails does not read the catalogue either
+            logger.warning("%s; its samples are skipped, and it stays in the cache (%s)", error, failure)
 
 
 def _num_threads(segment: Segment) -> int:

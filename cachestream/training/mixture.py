@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import ConfigError, NotEnoughSamplesError
+from cachestream.errors import CacheError, ConfigError, NotEnoughSamplesError
 from cachestream.permutation import keyed_generator, mix_key
 from cachestream.schema import KEY_FIELD, IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, ShardValues
@@ -57,7 +57,7 @@ class Mixture:
         """Take over rank 0's weights at `steps`, in round `name`. Raises what the user's function raises."""
         mine: dict[str, Any] = {}
         if ranks.rank == 0:
-            names, given = source_names(cache.filling.state().source, cache.path), self._given
+            names, given = self._names_in(cache), self._given
             if not callable(given):
                 rows = [_row(given, "mixture", names)]
             elif self._by_epoch:
@@ -68,6 +68,15 @@ class Mixture:
         answer = ranks.agree(name, mine)[0]
         self.names = tuple(answer["names"])
         self._weights = unpack_numbers(answer["weights"], "<f8").reshape(-1, len(self.names))
+
+    def _names_in(self, cache: Cache) -> tuple[str, ...]:
+        """The names of the sources in `cache`; the last ones while it cannot be read."""
+        try:
+            return source_names(cache.filling.state().source, cache.path)
+        except CacheError:
+            if not self.names:
+                raise
+            return self.names
 
     @property
     def shares(self) -> list[float]:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from cachestream import tracing
-from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
+from cachestream.errors import (
+    CacheError,
+    CacheStreamError,
+    CacheVersionError,
+    ConfigError,
+    NotEnoughSamplesError,
+    RankMismatchError,
+    SchemaMismatchError,
+)
 from cachestream.permutation import mix_key
 from cachestream.storage.snapshots import sample_counts, weigh_shards
 from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_skipped
@@ -114,12 +122,12 @@ class Preparer:
         began_s = time.monotonic()
         ranks, rounds = self._find_ranks(), self._rounds(request)
         ranks.request(rounds[0], cancelled)
-        with ExitStack() as undo:
+        with self._cache.catalogue.hurried(self._can_go_on(request)), ExitStack() as undo:
             try:
-                if self._starts_cold(request):
-                    self._wait_for_samples(len(ranks.group), cancelled)
+                self._await_samples(request, len(ranks.group), cancelled)
                 if ranks.leads:
-                    warn_of_skipped(self._cache)
+                    with suppress(CacheError):
+                        warn_of_skipped(self._cache)
                 taking_s, size = time.monotonic(), self._remaining(request)
                 with tracing.span("snapshot"):
                     taken = self._snapshots.take(
@@ -172,6 +180,21 @@ class Preparer:
         return record is None or sample_counts(self._cache.catalogue).keys().isdisjoint(
             record.shard_ids.tolist()
         )
+
+    def _can_go_on(self, request: Request) -> bool:
+        """Return whether the last snapshot does for `request` where the cache cannot be read."""
+        return self._snapshots.maps is not None and self._options.replay is None and not request.records
+
+    def _await_samples(self, request: Request, num_ranks: int, cancelled: Callable[[], bool]) -> None:
+        """Wait for samples if the epoch starts cold."""
+        try:
+            if self._starts_cold(request):
+                self._wait_for_samples(num_ranks, cancelled)
+        except (SchemaMismatchError, CacheVersionError):
+            raise
+        except CacheError:
+            if not self._can_go_on(request):
+                raise
 
     def _wait_for_samples(self, num_ranks: int, cancelled: Callable[[], bool]) -> None:
         """Wait until `min_samples` are cached, or a batch for each of the `num_ranks` ranks of the cache."""
@@ -365,9 +388,11 @@ class Drawing:
         options = self.options
         if (weights := options.weights) is not None:
             drawn = draw(weights.of_snapshot(snapshot), size, self._key)
-            weigh_shards(self.cache, weights.of_shards())
+            with suppress(CacheError):  # the next epoch records them
+                weigh_shards(self.cache, weights.of_shards())
             return drawn
         assert options.mixture is not None
-        self.cache.filling.record_mixture(options.mixture.shares)
+        with suppress(CacheError):
+            self.cache.filling.record_mixture(options.mixture.shares)
         batch = options.batch_size * len(self.ranks.group)
         return options.mixture.draw(snapshot, batch, size, self._key)

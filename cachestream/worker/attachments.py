@@ -22,15 +22,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 from cachestream.config import NO_THREADS
 from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import open_private
 from cachestream.storage.layout import Directory, remove_if_there
-from cachestream.storage.locks import HeldFile, is_held, lock_file
+from cachestream.storage.locks import HeldFile, is_held, lock_file, locked
 from cachestream.storage.status import forget_lost_worker, has_worker, lost_worker, warn_of_loss
 from cachestream.worker.health import (
     BREAKER_WINDOW_S,
@@ -70,6 +70,10 @@ def _release_at_exit() -> None:
             release(attachment)
 
 
+def _attach_timeout(path: str, timeout_s: float) -> CacheLockedError:
+    return CacheLockedError(f"{path} was held for {timeout_s:.0f} s; look for a stopped process")
+
+
 class Attachments:
     """The processes that need the worker of the cache in `directory`."""
 
@@ -85,17 +89,13 @@ class Attachments:
         path = self._directory.worker_file("attach.lock")
         lock = lock_file(path, timeout_s=timeout_s)
         if lock is None:
-            raise CacheLockedError(f"{path} was held for {timeout_s:.0f} s; look for a stopped process")
+            raise _attach_timeout(path, timeout_s)
         return lock
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the attach lock during the block; raises CacheLockedError as `attach_lock`."""
-        lock = self.attach_lock()
-        try:
-            yield
-        finally:
-            lock.release()
+        path = self._directory.worker_file("attach.lock")
+        return locked(path, ATTACH_TIMEOUT_S, _attach_timeout(path, ATTACH_TIMEOUT_S))
 
     def attach(self, linger_s: float = 0.0) -> HeldFile:
         """Register a need for the worker until `release`, or until `linger_s` after this process has died."""

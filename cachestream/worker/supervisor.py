@@ -179,7 +179,7 @@ class Supervisor:
                 return step()
             except CatalogueDamagedError as error:
                 logger.warning("%s; rebuilding it", error)
-                self._cache.rebuild()
+                self._cache.rebuild(error)
         except CacheLockedError:
             # By a process that was stopped. If it is one of ours, the next tick replaces it: this process has
             # waited for the lock, and was not suspended.
@@ -410,8 +410,8 @@ def _begin(server: ForkServer) -> Supervisor | None:
         supervisor = Supervisor(job, cache, lock, server)
         try:
             has_more = begin_or_resume(cache, job, supervisor.order)
-        except CatalogueDamagedError:
-            cache.rebuild()
+        except CatalogueDamagedError as error:
+            cache.rebuild(error)
             has_more = begin_or_resume(cache, job, supervisor.order)
         supervisor.start(is_complete=not has_more)
     except CacheStreamError as error:

@@ -320,8 +320,8 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
 def _job(options: WorkerOptions, cache: Cache, source: Source) -> Job:
     try:
         return options.job(cache, source)
-    except CatalogueDamagedError:  # it was lost while no worker ran
-        cache.rebuild()
+    except CatalogueDamagedError as error:  # it was lost while no worker ran
+        cache.rebuild(error)
         return options.job(cache, source)
 
 

@@ -344,8 +344,8 @@ def main(make_engine: MakeEngine = LocalEngine, later: tuple[type[Exception], ..
         try:
             engine = make_engine(job, payload, cache, slot, stop)
             Sampler(job, payload, cache, slot, engine, owner=owner, stop=stop).run()
-        except CatalogueDamagedError:
-            cache.rebuild()
+        except CatalogueDamagedError as error:
+            cache.rebuild(error)
             raise
 
     code = exit_code(work, fatal=WorkerError, restart=(StartAgainError, CatalogueReplacedError), later=later)
