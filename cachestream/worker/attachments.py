@@ -31,6 +31,7 @@ from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamErro
 from cachestream.linux import open_private
 from cachestream.storage.layout import Directory, remove_if_there
 from cachestream.storage.locks import HeldFile, is_held, lock_file
+from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import forget_lost_worker, has_worker, lost_worker, warn_of_loss
 from cachestream.worker.health import (
     BREAKER_WINDOW_S,
@@ -164,7 +165,8 @@ class Attachments:
 
     def _request(self, name: str) -> None:
         path = self._directory.worker_file(name)
-        os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
+        with translated_disk_errors(path):
+            os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 
     def _is_requested(self, name: str) -> bool:
         return os.path.exists(self._directory.worker_file(name))
