@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import re
+import shutil
 import signal
 import stat
 import weakref
@@ -205,6 +206,30 @@ def filesystem_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
     return kind
 
 
+_KINDS: Final = {
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "named pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+# Errors of opening, replacing or removing what is no regular file.
+NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV})
+
+
+class NotAFileError(FileNotFoundError):
+    """Something that is no regular file lies where a file belongs: for a reader there is no file."""
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of what lies at `path`, such as "directory"; None for a regular file, and for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode))
+    except OSError:
+        return None
+
+
 _FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTEMPTS: Final = 100
 
@@ -212,9 +237,23 @@ _ATTEMPTS: Final = 100
 def open_private(path: str, flags: int) -> int:
     """An `opener` for `open`: the file it makes is readable by its owner only, and no child inherits it.
 
-    A file that root creates in a user's folder is given to that user. Links are not followed.
+    A file that root creates in a user's folder is given to that user. Links are not followed. Raises
+    NotAFileError for what is no regular file.
     """
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not block
+    # Without O_NONBLOCK, opening a named pipe would wait for its other end.
+    try:
+        fd = _open_private(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in NOT_A_FILE and (kind := kind_of(path)) is not None:
+            raise NotAFileError(error.errno, f"it is a {kind}", path) from error
+        raise
+    if stat.S_ISREG(mode := os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise NotAFileError(errno.ENXIO, f"it is a {_KINDS[stat.S_IFMT(mode)]}", path)
+
+
+def _open_private(path: str, flags: int) -> int:
     if not flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
         return os.open(path, flags)  # reading changes nothing, wherever a link leads
     with _parent(path) as (name, folder):
@@ -253,14 +292,24 @@ def make_private_folder(path: str) -> None:
 
 def move(source: str, target: str) -> None:
     """Rename `source` to `target`, in place of the file that is there."""
-    with _parent(source) as (old, old_folder), _parent(target) as (new, new_folder):
-        os.replace(old, new, src_dir_fd=old_folder, dst_dir_fd=new_folder)
+    try:
+        with _parent(source) as (old, old_folder), _parent(target) as (new, new_folder):
+            os.replace(old, new, src_dir_fd=old_folder, dst_dir_fd=new_folder)
+    except IsADirectoryError as error:
+        error.filename = target
+        raise
 
 
 def remove(path: str) -> None:
-    """Remove the file `path`; raises FileNotFoundError where there is none."""
+    """Remove the file `path`, or whatever lies in its place, a directory with all that it holds.
+
+    For names that are the cache's own. Raises FileNotFoundError where there is nothing.
+    """
     with _parent(path) as (name, folder):
-        os.unlink(name, dir_fd=folder)
+        try:
+            os.unlink(name, dir_fd=folder)
+        except IsADirectoryError:
+            shutil.rmtree(f"/proc/self/fd/{folder}/{name}")  # before 3.11 it takes no dir_fd
 
 
 def _give_to_owner(fd: int, folder: int) -> None:

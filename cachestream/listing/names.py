@@ -136,13 +136,18 @@ class Mark:
 def read_mark(path: str) -> Mark | None:
     """Return the mark at `path`; None if there is none, or if its files are missing or too short."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=open_private) as file:
             mark = Mark(**json.load(file))
         folder = os.path.dirname(path)
-        names, ends = (os.stat(os.path.join(folder, name)).st_size for name in file_names(mark.stem))
+        paths = [os.path.join(folder, name) for name in file_names(mark.stem)]
+        names, ends = (os.stat(path).st_size for path in paths)
     except (OSError, ValueError, TypeError):
         return None
-    whole = names >= mark.size_bytes and ends >= (mark.count + 1) * _OFFSET_BYTES
+    whole = (
+        all(map(os.path.isfile, paths))
+        and names >= mark.size_bytes
+        and ends >= (mark.count + 1) * _OFFSET_BYTES
+    )
     return mark if whole else None
 
 
@@ -200,7 +205,7 @@ def _map(folder: str, mark: Mark) -> tuple[memoryview, IntArray]:
 def _mapped(path: str, size_bytes: int) -> memoryview:
     if not size_bytes:
         return memoryview(b"")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_private(path, os.O_RDONLY)
     try:
         return memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
     finally:

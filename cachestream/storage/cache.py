@@ -30,7 +30,7 @@ from cachestream.storage.recovery import (
     remove_leftovers,
     verify,
 )
-from cachestream.storage.reservations import HEADROOM_BYTES, Owner, Reservations, room_in
+from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, room_in
 from cachestream.storage.settings import change_settings, choose_split, opening_lock, parse_limit, save_copy
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import SnapshotRequest, restore_snapshot, take_snapshot
@@ -333,13 +333,13 @@ class Cache:
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, damage = finding.partition(": ")
         is_missing = not os.path.lexists(path)
-        with Owner.temporary(self.directory, "quarantine") as owner:
+        with self.reservations.evictor("quarantine") as owner:
             with self.catalogue.transaction() as tables:
                 row = tables.shard(shard_id)
                 if row is None:
                     return  # evicted, or quarantined by another rank
                 tables.delete_shards([shard_id])
-                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner.name, doomed=True))
+                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
                 # In the transaction that deletes the row: an uncounted loss would not be fetched again.
                 tables.add("evicted_shards", 1)
                 tables.add("quarantined", int(not is_missing))

@@ -1,8 +1,9 @@
 """The catalogue: one SQLite file with a row for each shard. Only this module connects to it.
 
-`journal_mode=TRUNCATE, synchronous=FULL`: rows are per shard, so the speed of WAL is not needed, and the
-SQLite that many Pythons bundle has a WAL-reset corruption. Writers use BEGIN IMMEDIATE, so a value read in a
-transaction is still valid when it commits.
+`journal_mode=PERSIST, synchronous=FULL`: rows are per shard, so the speed of WAL is not needed, and the
+SQLite that many Pythons bundle has a WAL-reset corruption. The journal keeps its space: on a disk that others
+have filled, a small transaction still fits, by which shards are evicted. Writers use BEGIN IMMEDIATE, so a
+value read in a transaction is still valid when it commits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheVersionError
@@ -38,6 +39,7 @@ _CACHE_KIB: Final = 65_536  # a transaction larger than the page cache locks out
 _REOPENINGS: Final = 5
 _MISSING_S: Final = 10.0  # the time to rebuild it from 10,000 shards
 _POLL_S: Final = 0.02
+JOURNAL_BYTES: Final = 65_536  # the eviction of one shard changes about ten pages
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
 SCHEMA_VERSION: Final = 1
@@ -183,6 +185,8 @@ class Catalogue:
                         # While this process waited for the lock, another may have replaced the file by a
                         # rebuilt one.
                         if file_identity(self.path) == self.identity:
+                            if not is_reading:
+                                self._allocate_journal()
                             tables = Tables(connection)
                             try:
                                 yield tables
@@ -256,6 +260,20 @@ class Catalogue:
             self._troubled_s = time.monotonic()
         return self._troubled_s + self.patience_s
 
+    def _allocate_journal(self) -> None:
+        """Extend a journal below `JOURNAL_BYTES` by zeros, which SQLite overwrites. Requires the write lock.
+
+        It is not created here, but by SQLite, with the owner of the catalogue.
+        """
+        with suppress(OSError):  # needed only on a full disk
+            size_bytes = os.lstat(self.path + "-journal").st_size
+            if size_bytes < JOURNAL_BYTES:
+                fd = open_private(self.path + "-journal", os.O_WRONLY)
+                try:
+                    os.pwrite(fd, bytes(JOURNAL_BYTES - size_bytes), size_bytes)
+                finally:
+                    os.close(fd)
+
     def _connected(self) -> sqlite3.Connection:
         _check_kind_and_owner(self.path)
         if self._connection is not None and file_identity(self.path) != self.identity:
@@ -284,7 +302,7 @@ class Catalogue:
             uri, uri=True, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         try:
-            connection.execute("PRAGMA journal_mode = TRUNCATE")
+            connection.execute("PRAGMA journal_mode = PERSIST")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")  # no temporary files outside the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -315,9 +333,10 @@ class Catalogue:
 
 
 def _check_kind_and_owner(path: str) -> None:
-    """Raise CacheError for a symbolic link, and for a journal of another user than the catalogue's.
+    """Raise CacheError for what is no regular file, and for a journal of another user than the catalogue's.
 
-    SQLite follows links, and when run by root it gives the journal to the owner of the catalogue.
+    SQLite follows links, waits for the other end of a named pipe, and when run by root it gives the journal
+    to the owner of the catalogue.
     """
     owner = None
     for name in (path, path + "-journal"):
@@ -325,8 +344,8 @@ def _check_kind_and_owner(path: str) -> None:
             info = os.lstat(name)
         except OSError:
             continue
-        if stat.S_ISLNK(info.st_mode):
-            raise disk_error(name, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
+        if not stat.S_ISREG(info.st_mode):
+            raise disk_error(name, OSError(errno.ENXIO, os.strerror(errno.ENXIO)))
         owner = info.st_uid if owner is None else owner
         if info.st_uid != owner and os.geteuid() == 0:
             raise CacheError(

@@ -12,6 +12,7 @@ from cachestream.errors import ConfigError
 from cachestream.linux import (
     filesystem_of,
     is_network_filesystem,
+    kind_of,
     make_private_folder,
     move,
     open_private,
@@ -63,7 +64,8 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     """Return the cache directory at `path`, created if need be (mode 0700); `~` is the user's home.
 
     Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no reliable
-    locks), a file, a directory that belongs to another user or that everybody may write to.
+    locks), a file, a directory that belongs to another user or that everybody may write to, or one inside
+    another cache.
     """
     given = parse_path(path, "cache")
     if not given or "://" in given:
@@ -90,15 +92,33 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
             "choose a directory on a local disk of this machine"
         )
     directory = Directory(root)
-    for name in _FOLDERS:
-        if os.path.islink(os.path.join(root, name)):
-            raise ConfigError(
-                f"{root}/{name} is a symbolic link, and what lies behind it cannot be held within the limit; "
-                "remove it, or put the whole cache there"
-            )
+    _check_folders(root)
     if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
         _create_folders(directory)
     return directory
+
+
+def _check_folders(root: str) -> None:
+    """Raise ConfigError for a place inside another cache, and for what is no folder in place of one."""
+    outer = os.path.dirname(root)
+    while outer != os.path.dirname(outer):
+        if all(map(os.path.exists, (Directory(outer).catalogue, Directory(outer).settings))):
+            raise ConfigError(
+                f"{root} lies inside the cache {outer}, whose limit holds for all of its directory; "
+                "choose a directory outside it"
+            )
+        outer = os.path.dirname(outer)
+    for name in _FOLDERS:
+        path = os.path.join(root, name)
+        if os.path.islink(path):
+            raise ConfigError(
+                f"{path} is a symbolic link, and what lies behind it cannot be held within the limit; "
+                "remove it, or put the whole cache there"
+            )
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise ConfigError(
+                f"{path} is a {kind_of(path) or 'file'} in place of a folder of the cache; remove it"
+            )
 
 
 def _create_folders(directory: Directory) -> None:
@@ -172,7 +192,7 @@ def size_of_file(path: str) -> int:
 
 
 def remove_if_there(path: str) -> bool:
-    """Remove the file at `path` and return whether it existed."""
+    """Remove the file at `path`, or what lies in its place; return whether there was anything."""
     try:
         remove(path)
     except FileNotFoundError:
@@ -183,6 +203,7 @@ def remove_if_there(path: str) -> bool:
 def replace_file(path: str, data: bytes) -> None:
     """Replace the file at `path` by one that holds `data`: whole, durable, and readable by its owner only."""
     temporary = path + ".new"
+    remove_if_there(temporary)  # no file perhaps
     try:
         with open(temporary, "wb", opener=open_private) as file:
             file.write(data)
@@ -214,8 +235,10 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
     The newest few are kept, up to a share of `limit_bytes`.
     """
     with translated_disk_errors(path, "putting it aside"):
+        aside = os.path.join(directory.quarantine, os.path.basename(path))
         try:
-            move(path, os.path.join(directory.quarantine, os.path.basename(path)))
+            remove_if_there(aside)  # a directory and a file do not replace each other
+            move(path, aside)
         except FileNotFoundError:
             return
         total_bytes = 0

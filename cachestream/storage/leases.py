@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from cachestream.errors import EpochError
+from cachestream.linux import open_private
 from cachestream.schema import IntArray
 from cachestream.storage.locks import HeldFile, is_held, lock_file, locked, remove_unheld
 from cachestream.storage.os_errors import lock_timeout, translated_disk_errors
@@ -165,7 +166,7 @@ def merge_ranges(ranges: IntArray) -> IntArray:
 
 def _read_ranges(path: str) -> IntArray:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_private) as file:
             data = file.read()
     except FileNotFoundError:
         data = b""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
-from cachestream.linux import open_private, remove
+from cachestream.linux import NOT_A_FILE, kind_of, open_private, remove
 
 _PROBE_BYTES: Final = 4096
 # Parts of SQLite's messages for invalid pages, and for unexpected tables and rows that violate constraints.
@@ -66,8 +66,11 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     number = error.errno or 0
     if number in (errno.EACCES, errno.EPERM):
         return unwritable(path, error.strerror)
-    if number == errno.ELOOP:
+    kind_there = kind_of(path) if number in NOT_A_FILE else None
+    if number == errno.ELOOP or kind_there == "symbolic link":
         return CacheError(f"{path} is a symbolic link; a cache does not follow links, remove it")
+    if kind_there is not None:
+        return CacheError(f"{path} is a {kind_there} in place of a file of the cache; remove it")
     kind, advice = _ADVICE.get(number, (CacheError, "check the disk"))
     return kind(f"{path}: {error.strerror}{doing and f' while {doing}'}; {advice}")
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
-from cachestream.linux import move, remove
+from cachestream.linux import kind_of, move, remove
 from cachestream.schema import Schema, ShardRow, Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
@@ -92,6 +92,7 @@ def rebuild_catalogue(
         new.close()
         _set_aside(directory, settings["size_limit"])
         move(new.path, catalogue.path)
+        remove_if_there(new.path + "-journal")
         sync_folder(directory.root)
         save_copy(directory, catalogue)
 
@@ -207,7 +208,10 @@ class VerifyReport:
             f"{len(self.corrupt)} corrupt, {len(self.missing)} missing, {len(self.orphans)} unknown files"
             + (f", catalogue: {self.catalogue_problem}" if self.catalogue_problem else "")
         )
-        action = "repaired" if self.repaired else "run 'cachestream verify CACHE --repair'"
+        folders = [path for path in self.orphans if path.endswith("/")]
+        advice = f"remove {folders[0]}, which is not the cache's" if folders else ""
+        advice = advice or "run 'cachestream verify CACHE --repair'"
+        action = "repaired" if self.repaired else advice
         return f"{self.num_shards} shards: {found}; {action}"
 
 
@@ -336,20 +340,26 @@ def _id_in(path: str) -> int | None:
 def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -> list[str]:
     """The files `names` among the shards that belong to no shard and no reservation.
 
-    The names are listed before: a file that is written later would belong to a later reservation.
+    The names are listed before: a file that is written later would belong to a later reservation. A folder
+    whose name is not ours ends in "/".
     """
     reserved = {reservation.id for reservation in tables.reservations()}
     known = tables.shard_ids() | reserved
-    return [
+    found = [
         os.path.join(directory.shards, name)
         for name in names
         if _id_in(name) not in (known if name.endswith(SUFFIX) else reserved)
     ]
+    return [
+        os.path.join(path, "") if _id_in(path) is None and kind_of(path) == "directory" else path
+        for path in found
+    ]
 
 
 def _remove_file(path: str) -> bool:
-    """Remove the file `path` and return whether it is gone. A folder is not ours, and stays."""
-    with translated_disk_errors(path, "removing it"), suppress(IsADirectoryError):
+    """Remove the file `path` and return whether it is gone. A folder that is not ours stays."""
+    if path.endswith("/"):
+        return False
+    with translated_disk_errors(path, "removing it"):
         remove_if_there(path)
-        return True
-    return False
+    return True

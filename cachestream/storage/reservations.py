@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
-from cachestream.errors import CacheLockedError
+from cachestream.errors import CacheFullError, CacheLockedError
 from cachestream.schema import IntArray, ShardRow
+from cachestream.storage.catalogue import JOURNAL_BYTES
 from cachestream.storage.eviction import EvictionPolicy, Room, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.layout import (
     BLOCK_BYTES,
@@ -132,9 +133,12 @@ class Reservations:
         with self._catalogue.reading() as tables:
             promised_bytes = tables.reserved_bytes()[0]
         with translated_disk_errors(self._directory.root, "measuring it"):
-            # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
+            # A transaction that touches every row (a snapshot) has a journal as large as the catalogue, of
+            # which it keeps what it has.
             catalogue_bytes = size_of_file(self._directory.catalogue)
-            headroom_bytes = HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
+            journal_bytes = max(catalogue_bytes + catalogue_bytes // 8, JOURNAL_BYTES)
+            journal_bytes -= size_of_file(self._directory.catalogue + "-journal")
+            headroom_bytes = HEADROOM_BYTES + max(0, journal_bytes)
             free_disk = free_bytes(self._directory.root) - promised_bytes
             return DiskUsage(overhead_bytes(self._directory), headroom_bytes, free_disk)
 
@@ -202,8 +206,20 @@ class Reservations:
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
-        with Owner.temporary(self._directory, "evict") as owner:
-            self.clear_dead(owner.name)
+        freed_bytes = 0
+        while True:
+            try:
+                return freed_bytes + self._evict(to_bytes, policy)
+            except CacheFullError:
+                # On a full disk there is only the journal's own space, enough for the eviction of one shard.
+                one_bytes = self._evict(to_bytes, policy, at_most=1)
+                if not one_bytes:
+                    raise
+                freed_bytes += one_bytes
+
+    def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None, at_most: int | None = None) -> int:
+        with self.evictor("evict") as owner:
+            self.clear_dead(owner)
             with self.leases.locked():
                 usage, leased = self.measure(), self.leases.live(clear=True).merged()
                 with self._catalogue.transaction() as tables:
@@ -211,12 +227,25 @@ class Reservations:
                     surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
                     surplus_bytes -= tables.reserved_bytes()[1]  # other processes are unlinking as much
                     policy = policy or self.policy(tables)
-                    victims = _victims(tables, policy, leased, surplus_bytes, spare_held_out=False)
-                    self._doom(tables, victims, owner.name)
+                    victims = _victims(tables, policy, leased, surplus_bytes, spare_held_out=False)[:at_most]
+                    self._doom(tables, victims, owner)
                     if victims:
                         tables.resume_filling()
-            self._unlink([row.id for row in victims], owner.name)
+            self._unlink([row.id for row in victims], owner)
         return sum(row.size_bytes for row in victims)
+
+    @contextlib.contextmanager
+    def evictor(self, what: str) -> Iterator[str]:
+        """The name under which this process removes shards, while the block runs.
+
+        On a disk without free inodes no file keeps it: then another process may remove the same ones, too.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                name = stack.enter_context(Owner.temporary(self._directory, what)).name
+            except CacheFullError:
+                name = f"{what}-{secrets.token_hex(6)}"
+            yield name
 
     def clear_dead(self, owner: str | None = None) -> None:
         """Remove the leases and reservations of dead processes, and what this process failed to release.
@@ -235,7 +264,7 @@ class Reservations:
             return
         with contextlib.ExitStack() as stack:
             if owner is None:
-                owner = stack.enter_context(Owner.temporary(self._directory, "clear")).name
+                owner = stack.enter_context(self.evictor("clear"))
             # An owner may have published its shard before it ended. Transferred, not deleted: the bytes count
             # until the files are removed, even if this process dies before that.
             with self._catalogue.transaction() as tables:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import uuid
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
 from cachestream.config import format_size, parse_size
-from cachestream.errors import ConfigError
+from cachestream.errors import CacheError, CacheFullError, ConfigError
 from cachestream.linux import open_private
 from cachestream.schema import Split, check_holdout, check_split
 from cachestream.storage.layout import free_bytes, replace_file
@@ -58,13 +59,22 @@ def opening_lock(directory: Directory) -> AbstractContextManager[None]:
 
 
 def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping[str, Any]) -> None:
-    """Store settings; a full cache may have room then."""
+    """Store settings; a full cache may have room then.
+
+    The copy is written first, as it holds where the two differ: settings that it cannot take do not change.
+    """
     with opening_lock(directory):
-        with catalogue.transaction() as tables:
-            for key, value in changes.items():
-                tables.set_setting(key, value)
-            tables.resume_filling()
-        save_copy(directory, catalogue)
+        stored = _stored(catalogue)
+        _write_copy(directory, {**stored, **changes})
+        try:
+            with catalogue.transaction() as tables:
+                for key, value in changes.items():
+                    tables.set_setting(key, value)
+                tables.resume_filling()
+        except BaseException:
+            with suppress(CacheError):
+                _write_copy(directory, stored)
+            raise
 
 
 def compare_copy(directory: Directory, catalogue: Catalogue) -> None:
@@ -133,10 +143,25 @@ def _checksum(settings: dict[str, Any]) -> str:
 
 def save_copy(directory: Directory, catalogue: Catalogue) -> None:
     """Copy the settings to the file from which a lost catalogue is restored. Requires the opening lock."""
-    settings = _stored(catalogue)
+    _write_copy(directory, _stored(catalogue))
+
+
+def _write_copy(directory: Directory, settings: dict[str, Any]) -> None:
     text = json.dumps({"format": "cachestream", **settings, "xxh3": _checksum(settings)})
-    with translated_disk_errors(directory.settings, "saving the settings"):
-        replace_file(directory.settings, text.encode())
+    try:
+        with translated_disk_errors(directory.settings, "saving the settings"):
+            replace_file(directory.settings, text.encode())
+    except CacheFullError:
+        # The block of the old file takes it. A copy that is cut short fails its checksum: then the catalogue
+        # holds.
+        with (
+            translated_disk_errors(directory.settings, "saving the settings"),
+            open(directory.settings, "r+b", opener=open_private) as file,
+        ):
+            file.write(text.encode())
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
 
 
 # --- the held-out share

@@ -29,7 +29,7 @@ from cachestream.storage.eviction import (
     chosen_by,
     leave_out,
 )
-from cachestream.storage.filling import WAITS, fill_state, phase_now
+from cachestream.storage.filling import WAITS, FillState, fill_state, phase_now
 from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
 from cachestream.storage.settings import choose_split
@@ -126,13 +126,11 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)
         has_worker = cache.has_worker()
         with cache.catalogue.transaction() as tables:
-            is_filling = phase_now(fill_state(tables), has_worker) == "filling"
+            fill = fill_state(tables)
+            is_filling = phase_now(fill, has_worker) == "filling"
             cached = _CachedShards.of(tables, split, view)
             if not len(cached.ids):
-                raise NotEnoughSamplesError(
-                    f"the cache at {cache.path} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
-                    "and wait for samples with cache.wait(min_samples, timeout_s)"
-                )
+                raise NotEnoughSamplesError(f"the cache at {cache.path} is empty{_remedy(fill, has_worker)}")
             policy, room = reservations.policy(tables), room_in(tables, usage)
             excluded = _shards_to_leave(tables, request, cached, policy, room, leased, is_filling=is_filling)
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
@@ -148,6 +146,18 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
                 )
             schema = _mark_used(tables, cached, chosen)
         return _leased(cache, cached, chosen, schema)
+
+
+def _remedy(fill: FillState, has_worker: bool) -> str:
+    """The end of the sentence that says that a cache is empty: what its worker does, and what to do."""
+    wait = (
+        "wait for samples with cache.wait(min_samples, timeout_s), or have EpochLoader(min_samples=...) wait"
+    )
+    if not has_worker:
+        return f"; start a worker (cs.start_worker, or 'cachestream worker'), and {wait}"
+    if (phase := phase_now(fill, has_worker)) == "filling":
+        return f" so far, and its worker is about to fill it; {wait}"
+    return f", and its filling is '{phase}': {fill.message or 'the source gave no samples'}"
 
 
 def restore_snapshot(

@@ -124,7 +124,7 @@ class Run(NamedTuple):
 def unfinished_run(path: str) -> Run | None:
     """The run on the board at `path`, if its supervisor runs or was killed; None if it ended in order."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_private) as file:
             head = np.frombuffer(file.read(_HEAD.itemsize), _HEAD)[0]
     except (OSError, ValueError, IndexError):
         return None
@@ -141,7 +141,10 @@ class Board:
 
     def __init__(self, path: str, *, read_only: bool = False) -> None:
         data: bytes | mmap.mmap
-        with open(path, "rb" if read_only else "a+b", opener=open_private) as file:
+        with (
+            translated_disk_errors(path),
+            open(path, "rb" if read_only else "a+b", opener=open_private) as file,
+        ):
             if read_only:
                 data = file.read(_SIZE).ljust(_SIZE, b"\0")  # another version's may be shorter
             else:
@@ -342,7 +345,7 @@ def read_loaders(directory: Directory) -> list[LoaderReport]:
     found = []
     for path in _loader_files(directory):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8", opener=open_private) as file:
                 numbers = json.loads(file.read())
             epochs = tuple((number, samples, began_s) for number, samples, began_s in numbers.pop("epochs"))
             mixture = {name: SourceStats(*row) for name, row in numbers.pop("mixture", {}).items()}
@@ -407,7 +410,7 @@ class History:
 def read_history(path: str) -> npt.NDArray[Any]:
     """The rows so far, oldest first, without a torn last row."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_private) as file:
             data = file.read()
     except FileNotFoundError:
         data = b""

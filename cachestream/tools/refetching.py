@@ -299,7 +299,7 @@ class _Maker:
             if plan.kind == "weighted" and weights is None:
                 raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
             path = order_file(self._cache.directory, plan)
-            if plan.is_drawn and not os.path.exists(path):
+            if plan.is_drawn and not os.path.isfile(path):
                 raise _NotReproducibleError(f"what the {plan.kind} drew for its pass is not kept any more")
             drawn = np.load(path, mmap_mode="r") if plan.is_drawn else None
             self._orders[plan] = UnitOrder(plan, weights, drawn)

@@ -31,6 +31,7 @@ from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamErro
 from cachestream.linux import open_private
 from cachestream.storage.layout import Directory, remove_if_there
 from cachestream.storage.locks import HeldFile, is_held, lock_file, locked
+from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import forget_lost_worker, has_worker, lost_worker, warn_of_loss
 from cachestream.worker.health import (
     BREAKER_WINDOW_S,
@@ -133,7 +134,7 @@ class Attachments:
             elif now_s - self._dead_since_s.setdefault(path, now_s) < _linger_s(path):
                 lingers = True
             else:
-                remove_if_there(path)
+                _remove_if_possible(path)
         return lives, lingers
 
     def _attached(self) -> list[str]:
@@ -143,7 +144,7 @@ class Attachments:
     def _remove_dead(self) -> None:
         for path in self._attached():
             if not is_held(path):
-                remove_if_there(path)
+                _remove_if_possible(path)
 
     def request_stop(self) -> None:
         """Ask the worker to stop."""
@@ -164,10 +165,17 @@ class Attachments:
 
     def _request(self, name: str) -> None:
         path = self._directory.worker_file(name)
-        os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
+        with translated_disk_errors(path):
+            os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 
     def _is_requested(self, name: str) -> bool:
         return os.path.exists(self._directory.worker_file(name))
+
+
+def _remove_if_possible(path: str) -> None:
+    """Remove the file of a process that is dead; a disk that fails leaves it to the next look."""
+    with suppress(OSError):
+        remove_if_there(path)
 
 
 def _linger_s(path: str) -> float:

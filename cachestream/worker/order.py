@@ -321,7 +321,7 @@ def order_file(directory: Directory, plan: PassPlan) -> str:
 
 def is_known(directory: Directory, plan: PassPlan) -> bool:
     """True unless the order of `plan` was drawn, and its file is gone."""
-    return not plan.is_drawn or os.path.exists(order_file(directory, plan))
+    return not plan.is_drawn or os.path.isfile(order_file(directory, plan))
 
 
 def is_whole(ranges: Offsets) -> bool:

@@ -120,7 +120,10 @@ def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
     start = row.next_position + max(claimed, row.length // _WHILE_DRAWING)
     if start >= row.length or np.abs(known - shares).sum() / 2 <= _FOLLOW:
         return
-    drawn = np.load(order_file(cache.directory, plan)) if plan.is_drawn else None
+    drawn = None
+    if plan.is_drawn:
+        with open(order_file(cache.directory, plan), "rb", opener=open_private) as file:
+            drawn = np.load(file)
     units = UnitOrder(plan, None, drawn).units(np.arange(row.length))
     sources = Interleaving(job.mix).takers(units[start:])
     units[start:] = draw_mixture(units[start:], sources, state.mixture, seed=mix_key(job.seed, start))

@@ -458,9 +458,9 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
 
 
 def _open_log(cache: Cache) -> None:
-    handler = _PrivateLog(
-        cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
-    )
+    path = cache.directory.worker_file("log.txt")
+    with translated_disk_errors(path):
+        handler = _PrivateLog(path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
 from cachestream.errors import ConfigError, WorkerError, WorkerTimeoutError
+from cachestream.linux import open_private
 from cachestream.sources.base import Source
 from cachestream.sources.open import SOURCE_OPTIONS, open_source, protocols_of
 from cachestream.storage.cache import Cache
@@ -394,7 +395,7 @@ def _difference(cache: Cache, job: Job) -> str:
             "finds one by itself under torch.distributed, unless it is given partition=)"
         )
     wanted = describe(job.cluster)
-    with open(cache.directory.supervisor_lock, encoding="utf-8") as file:
+    with open(cache.directory.supervisor_lock, encoding="utf-8", opener=open_private) as file:
         running = file.read() or wanted  # nothing yet: it is about to begin, or about to fail
     if running != wanted:
         return (

@@ -302,26 +302,21 @@ def test_a_disk_that_fills_up_between_reserving_and_writing(
 
 
 def test_a_disk_without_a_free_byte(on_disk: Cache, small_disk: Path) -> None:
-    """Reading continues, writing raises an error that names the full disk, and recovers when there is space."""
+    """Reading continues, and what was used makes room for new shards, or for other programs."""
     theirs = fill_disk(small_disk)
     with on_disk as cache:
         keys = keys_in(cache)
         assert cache.num_samples == len(keys)
         assert cache.status().num_shards == 8
-        for attempt in (
-            cache.take_snapshot,
-            lambda: cache.evict(to=0),
-            lambda: setattr(cache, "size_limit", "9MB"),
-        ):
-            with pytest.raises(CacheFullError, match=r"disk is full|No space left"):
-                attempt()
-        with pytest.raises(CacheFullError):
-            publish(cache, content(900))
+        size_bytes = cache.size_bytes
+        assert publish(cache, content(900)) is not None
+        assert cache.size_bytes <= size_bytes
+        cache.size_limit = "2MB"
+        assert cache.num_shards < 7
         theirs.unlink()
-        assert keys_in(cache) == keys
         assert_sound(cache)
         cache.take_snapshot()[1].release()
-        assert publish(cache, content(900)) is not None
+        assert publish(cache, content(1000)) is not None
 
 
 def test_a_mount_for_reading_only(on_disk: Cache, small_disk: Path) -> None:
