@@ -8,6 +8,7 @@ attributes. Nothing here imports Lightning: the two packages have the same class
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -27,6 +28,14 @@ class EpochHooks:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = trainer.fit_loop
         combined = loop._combined_loader
+        ended = (
+            getattr(loop, "restarted_on_epoch_end", False) and loop.epoch_loop.batch_progress.is_last_batch
+        )
+        if ended and _loaders(trainer):
+            # With `max_steps` Lightning would end that epoch once more, with a batch of the next one.
+            loop.epoch_progress.increment_completed()
+            loop.reset_restart_stage()
+            loop._restarting = loop.epoch_loop.restarting = False
         states = getattr(loop, "_combined_loader_states_to_load", [])
         if states and _loaders(trainer):
             # The checkpoint is from the end of an epoch: Lightning would begin with epoch 0 again.
@@ -35,17 +44,30 @@ class EpochHooks:
             iter(loop._data_fetcher)
             _measure(trainer)
             iter(loop._data_fetcher)
+        _warn_of_schedule(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        combined, loops = trainer.fit_loop._combined_loader, checkpoint["loops"]["fit_loop"]["state_dict"]
+        if _loaders(trainer):
+            # Lightning leaves an epoch at `limit_train_batches`, but would save its rest.
+            stateful = [loader for loader in combined.flattened if hasattr(loader, "load_state_dict")]
+            loops["combined_loader"] = [
+                _state(trainer, loader) if isinstance(loader, EpochLoader) else state
+                for loader, state in zip(stateful, loops["combined_loader"], strict=True)
+            ]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         loaders = _loaders(trainer)
         if loaders and trainer.overfit_batches:
             _keep_batches(trainer.fit_loop, trainer.limit_train_batches)
             return
-        for loader in loaders:
-            if loader.batches_done:  # Lightning left it after its last batch; it calls iter() once more
-                iter(loader)
+        begun = [loader for loader in loaders if loader.batches_done]
+        for loader in begun:  # left after its last batch, or resumed by the user in mid-epoch
+            iter(loader)
         if loaders:
             _measure(trainer)
+        if begun and not trainer.fit_loop._data_fetcher.fetched:
+            iter(trainer.fit_loop._data_fetcher)  # which Lightning calls only between two epochs
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit":  # otherwise Lightning has measured the loaders just now
@@ -74,11 +96,36 @@ def _loaders(trainer: Any) -> list[EpochLoader]:
     return [loader for loader in found if isinstance(loader, EpochLoader)]
 
 
+def _state(trainer: Any, loader: EpochLoader) -> dict[str, Any]:
+    """The state of a training loader: that of the next epoch if Lightning has had the last batch of this one."""
+    return loader._state(leaves=trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def _warn_of_schedule(trainer: Any) -> None:
+    """Warn of a learning rate schedule that ends at a step computed from a first epoch that later ones exceed."""
+    growing = any(
+        loader._options.epoch_size is None and loader.cache.fill_state() == "filling"
+        for loader in _loaders(trainer)
+    )
+    fixed = trainer.max_steps != -1 or trainer.limit_train_batches == trainer.fit_loop.max_batches
+    for config in trainer.lr_scheduler_configs if growing and not fixed else ():
+        # OneCycleLR raises ValueError after its last step; CosineAnnealingLR begins to rise again.
+        end = getattr(config.scheduler, "total_steps", None) or getattr(config.scheduler, "T_max", None)
+        if config.interval == "step" and end is not None:
+            warnings.warn(
+                f"{type(config.scheduler).__name__} ends after {end} steps, and epochs get longer while the cache is filling: "
+                "give the EpochLoader an epoch_size, or the Trainer max_steps, and the schedule that many steps",
+                stacklevel=2,
+            )
+
+
 def _measure(trainer: Any) -> None:
     """Give the fit loop the lengths of the epoch to come, as it measured those of the first one."""
     loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader
     combined.limits = limits = [
-        _limited(len(loader), trainer.limit_train_batches) if isinstance(loader, EpochLoader) else limit
+        _limited(len(loader) - loader.batches_done, trainer.limit_train_batches)
+        if isinstance(loader, EpochLoader)
+        else limit
         for loader, limit in zip(combined.flattened, combined.limits, strict=True)
     ]
     loop.max_batches = min(limits) if combined._mode == "min_size" else max(limits)
@@ -169,7 +216,7 @@ class DataHooks:
         for name in _LOADERS.get(stage, ()):
             loader = self.loaders.pop(name, None)
             if callable(self._given[name]) and isinstance(loader, EpochLoader):
-                self._states[name] = loader.state_dict()
+                self._states[name] = _state(self.trainer, loader) if name == "train" else loader.state_dict()
                 loader.close()
 
     def train_dataloader(self) -> Any:

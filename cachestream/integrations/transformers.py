@@ -86,8 +86,8 @@ def _file(args: TrainingArguments, state: TrainerState) -> Path:
 class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """A Trainer that trains from `train_loader`, not split again; other arguments are the Trainer's.
 
-    `per_device_train_batch_size` is only reported: batches are the loader's. For evaluation give
-    `eval_dataset=cache.snapshot()`, or any other dataset.
+    `per_device_train_batch_size` becomes the loader's batch size; ConfigError if another one was given. For
+    evaluation give `eval_dataset=cache.snapshot()`, or any other dataset.
     """
 
     def __init__(self, *args: Any, train_loader: EpochLoader, **options: Any) -> None:
@@ -96,6 +96,21 @@ class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(*args, **options)
         if self.train_dataset is not None:
             raise ConfigError("train_dataset= and train_loader= do not go together: give one of them")
+        given, devices = self.args.per_device_train_batch_size, max(1, self.args.n_gpu)
+        if given * devices != train_loader.batch_size:
+            if given != TrainingArguments.per_device_train_batch_size:
+                raise ConfigError(
+                    f"per_device_train_batch_size={given} would have no effect: the EpochLoader makes batches of "
+                    f"{train_loader.batch_size}; leave that argument out, or give the loader another batch_size"
+                )
+            self.args.per_device_train_batch_size = train_loader.batch_size // devices
+        self._train_batch_size = train_loader.batch_size
+
+    def num_examples(self, dataloader: Any) -> int:
+        """The samples of an epoch on all ranks: the cache, `dataloader.dataset`, may hold more or fewer."""
+        if not isinstance(dataloader, _WithoutSetEpoch):
+            return int(super().num_examples(dataloader))
+        return len(dataloader) * self.train_loader.batch_size * int(self.args.world_size)
 
     def get_train_dataloader(self) -> Any:
         return _WithoutSetEpoch(self.train_loader)

@@ -49,6 +49,7 @@ logger = logging.getLogger("cachestream")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_setting_threads = threading.Lock()
 _MOST_THREADS: Final = 2  # two threads saturate the memory bandwidth
 
 
@@ -174,13 +175,14 @@ def use_one_torch_thread() -> None:
     """Let torch use one thread in this thread from now on, and leave all others as they are.
 
     `torch.set_num_threads` applies to the calling thread, but also sets the number for new threads: a
-    short-lived thread restores that.
+    short-lived thread restores that. Without the lock a second caller would take 1 for the number to restore.
     """
     if torch.get_num_threads() == 1:
         return
-    default = _in_a_new_thread(torch.get_num_threads)
-    torch.set_num_threads(1)
-    _in_a_new_thread(lambda: torch.set_num_threads(default))
+    with _setting_threads:
+        default = _in_a_new_thread(torch.get_num_threads)
+        torch.set_num_threads(1)
+        _in_a_new_thread(lambda: torch.set_num_threads(default))
 
 
 def _in_a_new_thread(function: Callable[[], Result]) -> Result:

@@ -387,16 +387,18 @@ class EpochSequence:
         elif self._pipeline.join_job():
             self.jump(self._next_request)
 
-    def to_state(self) -> dict[str, Any]:
-        """The state after the delivered batches."""
-        request = self._closed_at or self._rest()
+    def to_state(self, leaves: bool = False) -> dict[str, Any]:
+        """The state after the delivered batches; if the trainer `leaves` the epoch there, of the next one."""
+        request = self._closed_at or self._rest(leaves)
         return request.to_state() | ({"first_step": request.first_step} if self._has_mixture else {})
 
-    def _rest(self) -> Request:
-        """The request for what follows the delivered batches."""
+    def _rest(self, leaves: bool = False) -> Request:
+        """The request for what follows the delivered batches, or if the trainer `leaves` it, the epoch."""
         running = self._running
-        request = self._next_request if running is None else running.rest()
         in_progress = running is not None and running.segment is not None
+        if leaves and in_progress:
+            running, in_progress = None, False
+        request = self._next_request if running is None else running.rest()
         if in_progress or self._wanted_epoch in {None, request.epoch}:
             return request
         return Request(0, self.epoch, first_step=self._next_request.first_step)

@@ -246,10 +246,14 @@ class EpochLoader:
 
         A mid-epoch state names the shards and their order: `load_state_dict` goes on at the exact batch.
         """
+        return self._state()
+
+    def _state(self, *, leaves: bool = False) -> dict[str, Any]:
+        """The state; if the trainer `leaves` the epoch after these batches, that of the next one's beginning."""
         if self._recorder is not None:
             self._recorder.flush()
         weights = self._options.weights
-        state = self._epochs.to_state()
+        state = self._epochs.to_state(leaves)
         return state if weights is None else state | {"weights": weights.to_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

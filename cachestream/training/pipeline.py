@@ -74,8 +74,8 @@ class Pipeline:
         deadlines = Deadlines(0.9 * options.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * options.timeout_s))
         common = options.to_compare()
         find = functools.partial(find_ranks, next(_instances), common, cache.cache_id, deadlines, closed)
-        self.preparer = Preparer(cache, options, find, closed)
         self.schedule = Schedule(prefetch)
+        self.preparer = Preparer(cache, options, find, closed, self.schedule.in_trainer)
         self._producer = BatchProducer(
             self.schedule, self.transfer, options, prefetch, transform, cache.quarantine
         )

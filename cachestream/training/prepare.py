@@ -33,7 +33,13 @@ from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
 from cachestream.training.plan import OrderRecord, Plan, count_batches, rebuild, run_length, translate
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 from cachestream.training.rendezvous import Cancelled
-from cachestream.training.samplers import Selection, evaluate, join_selections
+from cachestream.training.samplers import (
+    Selection,
+    evaluate,
+    join_selections,
+    may_draw_globally,
+    seeded_globally,
+)
 from cachestream.training.segment import Segment
 from cachestream.training.token_batches import token_batches
 from cachestream.training.weights import draw
@@ -44,9 +50,13 @@ if TYPE_CHECKING:
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.ranks import Payload, Ranks
     from cachestream.training.rendezvous import ProcessGroup
+    from cachestream.training.samplers import SamplerLike
     from cachestream.training.segment import Request
 
 logger = logging.getLogger("cachestream")
+
+# Has the trainer's thread call a function, for a request, and returns its result.
+InTrainer = Callable[["Request", Callable[[], "Selection"]], "Selection"]
 
 
 class Preparer:
@@ -62,8 +72,10 @@ class Preparer:
         options: LoaderOptions,
         find: Callable[[ProcessGroup | None], Ranks],
         closed: threading.Event,
+        in_trainer: InTrainer,
     ) -> None:
         self._cache = cache
+        self._in_trainer = in_trainer
         self._options = options
         self._find = find
         self._found: Ranks | None = None
@@ -223,7 +235,7 @@ class Preparer:
         options, ranks = self._options, self.ranks
         dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
         limit, rounds = self._remaining(request), self._rounds(request)[1:]
-        drawing = Drawing(self._cache, options, ranks, request, limit, rounds)
+        drawing = Drawing(self._cache, options, ranks, request, limit, rounds, self._in_trainer)
         drawing.settle(taken.snapshot, taken.record)
         record = taken.record or drawing.draw(dataset)
         order, bounds = rebuild(record)
@@ -314,7 +326,7 @@ class Drawing:
     """The drawing of the order of one segment: one list that all ranks of a cache split.
 
     `limit`: the samples that the epoch still takes; None: all. `rounds`: the names of the rounds in which the
-    ranks exchange lists, and the order.
+    ranks exchange lists, and the order. `in_trainer` calls a sampler that may use the global generators.
     """
 
     cache: Cache
@@ -323,6 +335,7 @@ class Drawing:
     request: Request
     limit: int | None
     rounds: tuple[str, str]
+    in_trainer: InTrainer
 
     def settle(self, snapshot: Snapshot, record: OrderRecord | None) -> None:
         """Exchange the weights, or agree on the mixture. With a `record`, which says what was drawn on this
@@ -374,7 +387,7 @@ class Drawing:
             drawn = ranks.share(self.rounds[1], mine)["drawn"]
             return Selection(unpack_numbers(drawn), None, shared=True)
         if options.sampler is not None:
-            chosen = evaluate(options.sampler, dataset, self.request.epoch, self._key, self.limit, ranks_here)
+            chosen = self._evaluate(options.sampler, dataset)
             if not chosen.shared and ranks_here > 1:
                 chosen = join_selections(chosen, options.batch_size, ranks, self.rounds[0])
             return chosen
@@ -382,6 +395,24 @@ class Drawing:
             field, budget = next(iter(options.max_tokens.items()))
             return token_batches(dataset, field, budget, options, size, self._key, ranks_here)
         return None
+
+    def _evaluate(self, sampler: SamplerLike, dataset: EpochDataset) -> Selection:
+        """The samples of a sampler. A single rank's trainer calls one that may use the global generators, while
+        it draws nothing itself. Those of several ranks would wait for each other; their samplers must agree
+        anyway, which needs generators of their own.
+        """
+
+        def draw() -> Selection:
+            epoch, ranks_here = self.request.epoch, len(self.ranks.group)
+            return evaluate(sampler, dataset, epoch, self._key, self.limit, ranks_here)
+
+        def draw_seeded() -> Selection:
+            with seeded_globally(self._key):
+                return draw()
+
+        if self.ranks.size > 1 or not may_draw_globally(sampler):
+            return draw()
+        return self.in_trainer(self.request, draw_seeded)
 
     def _draw_for_all(self, snapshot: Snapshot, size: int) -> IntArray:
         """Draw by the weights or the mixture, for all ranks of the cache."""

@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, DistributedSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from cachestream.errors import ConfigError, RankMismatchError
 from cachestream.schema import IntArray
@@ -25,6 +36,15 @@ if TYPE_CHECKING:
 
 _ENDLESS: Final = 100  # a sampler that gives more than so many times the dataset is taken for endless
 _ENDLESS_AT_LEAST: Final = 1_000_000
+_SEEDED: Final = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    BatchSampler,
+    DistributedSampler,
+)
+_NUMBERS: Final = (list, tuple, range, np.ndarray, torch.Tensor)
 
 SamplerLike = Sampler[Any] | Iterable[int] | Callable[[Any], Iterable[Any]]
 
@@ -71,6 +91,28 @@ def check_sampler(sampler: object) -> None:
             f"sampler={sampler!r} is an iterator, which ends after one epoch; give what can be iterated again, such as a list "
             "or a torch sampler, or a function of the dataset that returns an iterator for each epoch"
         )
+
+
+def may_draw_globally(sampler: SamplerLike) -> bool:
+    """Return whether `sampler` may draw from the global generators: it is a function, or not one of torch's."""
+    if isinstance(sampler, type):
+        return sampler not in _SEEDED
+    return any(type(part) not in _SEEDED and not isinstance(part, _NUMBERS) for part in _nested(sampler))
+
+
+@contextmanager
+def seeded_globally(key: int) -> Iterator[None]:
+    """Seed the global generators of torch (the CPU's), numpy and Python from `key`; restore them at the end."""
+    saved = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        torch.default_generator.manual_seed(key & (2**63 - 1))
+        np.random.seed(key & (2**32 - 1))  # noqa: NPY002
+        random.seed(key)
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        np.random.set_state(saved[1])  # noqa: NPY002
+        random.setstate(saved[2])
 
 
 def evaluate(

@@ -10,15 +10,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cachestream.errors import EpochError
+from cachestream.training.rendezvous import Cancelled
 from cachestream.training.segment import SegmentChain
 
 if TYPE_CHECKING:
     from cachestream.training.batches.prefetcher import BatchGroup
     from cachestream.training.segment import Request, Segment
 
+Result = TypeVar("Result")
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
 _LEAST_AHEAD_S: Final = 1.0
 
@@ -106,6 +109,7 @@ class Schedule:
         self._prefetch = prefetch
         self._groups: deque[BatchGroup] = deque()
         self._in_hand: BatchGroup | None = None
+        self._errand: tuple[Callable[[], Any], Future[Any]] | None = None
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
         self.activity = {"prepare": "not started", "gather": "not started"}
@@ -127,6 +131,7 @@ class Schedule:
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
         """Take the next batches of `epoch`. Raises the error of a thread, or EpochError with a diagnosis."""
+        self._run_errand()
         with self._lock:
             self._wait(lambda: self._holds(epoch), epoch, timeout_s)
             group = self._groups.popleft()
@@ -148,6 +153,7 @@ class Schedule:
 
     def advance(self, batches: int) -> None:
         """Record that the trainer has taken `batches` batches of the group in hand since the last call."""
+        self._run_errand()
         with self._lock:
             self._pace.record(batches, 1)
             if self._in_hand is not None and self._in_hand.turns_low:
@@ -233,6 +239,21 @@ class Schedule:
         """Return whether no batch is queued or being gathered."""
         return self.gathering is None and not self._groups and not self._in_hand
 
+    def in_trainer(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Have the trainer's thread do `work`, at its next call. Raises what `work` raises, and Cancelled once
+        `request` is superseded.
+        """
+        done: Future[Result] = Future()
+        with self._lock:
+            self._errand = work, done
+            self._batches.notify_all()
+            while not done.done() and not self.superseded(request):
+                self._work.wait(_WATCH_S)
+            self._errand = None
+        if not done.done():
+            raise Cancelled
+        return done.result()
+
     def add(self, segment: Segment) -> bool:
         """Add the prepared `segment`; return False if its request was replaced."""
         with self._lock:
@@ -291,6 +312,25 @@ class Schedule:
         """Return whether the trainer is not past `request`, and the loader not closed."""
         with self._lock:
             return not (self._stopped or self._chain.is_stale(request))
+
+    def _run_errand(self) -> None:
+        """Do what the preparing thread asks the trainer's for. After an interrupt the next call does it."""
+        errand = self._errand
+        if errand is None or errand[1].done():
+            return
+        work, done = errand
+        try:
+            done.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised by `in_trainer`
+            done.set_exception(error)
+        finally:
+            del work, done, errand  # which the error's traceback would keep, and with them the segment
+        with self._lock:
+            self._work.notify()
+
+    def _has_errand(self) -> bool:
+        errand = self._errand
+        return errand is not None and not errand[1].done()
 
     # --- under the lock
 
@@ -354,6 +394,13 @@ class Schedule:
                 raise EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
             if self._stopped or left_s <= 0:
                 raise self.late_error(epoch, timeout_s)
+            if self._has_errand():
+                self._lock.release()
+                try:
+                    self._run_errand()
+                finally:
+                    self._lock.acquire()
+                continue
             begun_s = self._clock()
             self._batches.wait(min(left_s, _WATCH_S))
             # Time in which the whole process was stopped (SIGSTOP) does not count.
