@@ -55,9 +55,10 @@ from cachestream.worker.cluster.connection import (
     check_actor_options,
     current_address,
 )
-from cachestream.worker.job import Job, Payload, pack, transform_fingerprint
+from cachestream.worker.job import Job, Payload, pack
 from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
+from cachestream.worker.transform_identity import transform_identity
 from cachestream.worker.user_order import NAMED, check_order, kind_of
 
 if TYPE_CHECKING:
@@ -163,7 +164,6 @@ class WorkerOptions:
             group=self.share or "",
             replicas=self.replicas,
             exchange=float(self.exchange),
-            transform=transform_fingerprint(self.transform),
             decoders=plugins.plugin_decoders(),
         )
 
@@ -242,6 +242,7 @@ class WorkerOptions:
             mix=tuple(source.whole_weights)
             if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
             else (),
+            transform=transform_identity(transform),
         )
 
     @property

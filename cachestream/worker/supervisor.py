@@ -103,6 +103,7 @@ class Supervisor:
         self._look_for_changes = is_complete and self._job.growing
         self._record.write_looking(self._look_for_changes)
         self._record.write("filling")
+        self._record.write_transform()
         now_s = time.monotonic()
         self._board.reset(os.getpid(), self._job.num_workers, now_s)
         if self._job.growing:
@@ -329,6 +330,10 @@ class FillRecord:
             self._cache.filling.record_looking(is_looking)
             self._is_looking = is_looking
 
+    def write_transform(self) -> None:
+        """Record the transform of this worker."""
+        self._cache.filling.record_transform(self._job.transform)
+
     def write_complete(self) -> None:
         """Record that the pass is complete, and for which reasons the cache lacks samples of the remote.
 
@@ -373,6 +378,7 @@ class FillRecord:
         self._catalogue_id = catalogue_id
         is_looking, self._is_looking = bool(self._is_looking), None
         self.write_looking(is_looking)
+        self.write_transform()
         self.state = ""  # a pass is open again, or the next tick corrects that
         self.write("filling")
         return True

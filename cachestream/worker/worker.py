@@ -21,10 +21,16 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.os_errors import CatalogueDamagedError
 from cachestream.storage.settings import choose_split
-from cachestream.storage.status import CacheStatus, forget_lost_worker, lost_worker, warn_of_skipped
+from cachestream.storage.status import (
+    CacheStatus,
+    describe_outdated,
+    forget_lost_worker,
+    lost_worker,
+    warn_of_skipped,
+)
 from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments, WorkerMonitor, release
 from cachestream.worker.cluster.connection import describe
-from cachestream.worker.job import Job, transform_fingerprint
+from cachestream.worker.job import Job
 from cachestream.worker.launch import (
     CONCURRENCY,
     HANG_TIMEOUT_S,
@@ -34,6 +40,7 @@ from cachestream.worker.launch import (
     head_start,
 )
 from cachestream.worker.order import PassPlan
+from cachestream.worker.transform_identity import is_same_transform
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -279,7 +286,7 @@ def start_worker(
         if holdout is not None:
             choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
-    _warn_if_transform_changed(worker, transform)
+    _warn_if_transform_changed(worker, job)
     return worker
 
 
@@ -317,26 +324,18 @@ def _job(options: WorkerOptions, cache: Cache, source: Source) -> Job:
         return options.job(cache, source)
 
 
-def _warn_if_transform_changed(worker: Worker, transform: Callable[..., Any] | None) -> None:
-    """Log a warning if another transform made the cached samples, as far as `transform_fingerprint` tells.
-
-    Records the transform of a worker that this process has started.
-    """
-    fingerprint, state = transform_fingerprint(transform), worker.cache.filling.state()
-    known = state.transform
-    if known == fingerprint:
-        return
-    if not worker.attached:
-        worker.cache.filling.record_transform(fingerprint)
-    # Other versions of Python compile the same function to something else.
-    is_comparable = known and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
-    if is_comparable and state.num_samples:
+def _warn_if_transform_changed(worker: Worker, job: Job) -> None:
+    """Log a warning if another transform makes the samples, or has made some of those that are cached."""
+    filling = worker.cache.filling
+    state, others = filling.state(), filling.samples_of_others(job.transform)
+    if worker.attached and not is_same_transform(state.transform or "", job.transform):
         logger.warning(
-            "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "
-            "'cachestream clear' the cache (cache.clear()), or use another directory",
+            "the transform has changed, and the worker that already fills %s goes on with the one before: stop it "
+            "first ('cachestream stop', worker.stop()), or use another directory",
             worker.cache.path,
-            ", which the running worker goes on with" if worker.attached else "",
         )
+    if outdated := describe_outdated(others, state.num_samples):
+        logger.warning("%s: %s", worker.cache.path, outdated)
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:

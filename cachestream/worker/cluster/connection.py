@@ -26,8 +26,7 @@ class ClusterOptions:
     `address`: the cluster's, as `ray.init` takes it. `num_actors`: actors that read units, with the options
     `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.
     `replicas`: the number of caches of the group that keep a shard; None for all. `exchange`: the share of a
-    cache's shards that is replaced by shards of others each epoch. `transform`: the fingerprint of the
-    transform. `decoders`: the endings that plug-ins decode where the worker was started.
+    cache's shards that is replaced by shards of others each epoch. `decoders`: the endings that plug-ins decode where the worker was started.
     """
 
     address: str
@@ -36,7 +35,6 @@ class ClusterOptions:
     group: str = ""
     replicas: int | None = None
     exchange: float = 0.0
-    transform: str = ""
     decoders: tuple[str, ...] = ()
 
 
