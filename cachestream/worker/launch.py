@@ -91,6 +91,7 @@ class WorkerOptions:
     share: str | None = None
     replicas: int | None = None
     exchange: float = 0.0
+    share_required: bool = False
     holdout: float | None = None
 
     def check(self) -> None:
@@ -123,8 +124,10 @@ class WorkerOptions:
         if self.ray_options:
             check_actor_options(self.ray_options)
         if self.share is None:
-            if self.replicas is not None or self.exchange:
-                raise ConfigError("replicas= and exchange= are of a group of caches: name it with share=")
+            if self.replicas is not None or self.exchange or self.share_required:
+                raise ConfigError(
+                    "replicas=, exchange= and share_required= are of a group of caches: name it with share="
+                )
             return
         if not self.share:
             raise ConfigError("share='': give the group of caches a name")
@@ -164,6 +167,7 @@ class WorkerOptions:
             group=self.share or "",
             replicas=self.replicas,
             exchange=float(self.exchange),
+            required=bool(self.share_required),
             decoders=plugins.plugin_decoders(),
         )
 

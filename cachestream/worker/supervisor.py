@@ -221,9 +221,12 @@ class Supervisor:
             self._next_pass(now_s)
         self._samplers.start_due(now_s)
         if not self._resting:
-            message = "" if self._sharing is None else self._sharing.message
-            self._record.write_filling(self._samplers.running, now_s, message)
+            self._record.write_filling(self._samplers.running, now_s, self._shared_message)
         return True
+
+    @property
+    def _shared_message(self) -> str:
+        return "" if self._sharing is None else self._sharing.message
 
     @property
     def _processes(self) -> list[ChildProcess]:
@@ -248,7 +251,7 @@ class Supervisor:
         self._record.write_looking(False)
         if not has_more:
             if not self._resting:
-                self._record.write_complete()
+                self._record.write_complete(self._shared_message)
                 self._resting = True
             return
         self._resting = False
@@ -334,15 +337,18 @@ class FillRecord:
         """Record the transform of this worker."""
         self._cache.filling.record_transform(self._job.transform)
 
-    def write_complete(self) -> None:
+    def write_complete(self, shared: str) -> None:
         """Record that the pass is complete, and for which reasons the cache lacks samples of the remote.
+
+        `shared`: the message of a group of caches that does not answer.
 
         A transform that drops some samples does so on purpose, one that drops all hardly does.
         """
         state = self._cache.filling.state()
         dropped = self._board.totals().dropped
         all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
-        reasons = describe_skipped(state.failures), all_dropped if dropped and not state.num_samples else ""
+        dropped_all = all_dropped if dropped and not state.num_samples else ""
+        reasons = shared, describe_skipped(state.failures), dropped_all
         self.write("complete", "; ".join(filter(None, reasons)))
 
     def write_filling(self, running: Collection[int], now_s: float, message: str) -> None:

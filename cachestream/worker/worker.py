@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
-from cachestream.errors import ConfigError, WorkerError, WorkerTimeoutError
+from cachestream.errors import ConfigError, SourceUnavailableError, WorkerError, WorkerTimeoutError
 from cachestream.sources.base import Source
 from cachestream.sources.open import SOURCE_OPTIONS, open_source, protocols_of
 from cachestream.storage.cache import Cache
@@ -29,7 +29,7 @@ from cachestream.storage.status import (
     warn_of_skipped,
 )
 from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments, WorkerMonitor, release
-from cachestream.worker.cluster.connection import describe
+from cachestream.worker.cluster.connection import check_cluster, describe
 from cachestream.worker.job import Job
 from cachestream.worker.launch import (
     CONCURRENCY,
@@ -213,6 +213,7 @@ def start_worker(
     share: str | None = None,
     replicas: int | None = None,
     exchange: float = 0.0,
+    share_required: bool = False,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -252,6 +253,8 @@ def start_worker(
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
         replicas: the number of caches of the group that keep a shard (default: all).
         exchange: the share of the cache's shards that shards of others replace each epoch, from 0 to below 1.
+        share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
+            away later. Else a warning says so, and each cache reads all of the remote.
         unknown: refused; the error suggests the right name.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
@@ -275,6 +278,7 @@ def start_worker(
         share=share,
         replicas=replicas,
         exchange=exchange,
+        share_required=share_required,
         holdout=holdout,
     )
     options.check()
@@ -283,6 +287,7 @@ def start_worker(
         with _warn_if_slow(cache):
             opened = open_source(source)
         job = _job(options, cache, opened)
+        _check_cluster(cache, job)
         if holdout is not None:
             choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
@@ -322,6 +327,24 @@ def _job(options: WorkerOptions, cache: Cache, source: Source) -> Job:
     except CatalogueDamagedError:  # it was lost while no worker ran
         cache.rebuild()
         return options.job(cache, source)
+
+
+def _check_cluster(cache: Cache, job: Job) -> None:
+    """Log a warning if the job needs a cluster and none answers; raise SourceUnavailableError if it is required."""
+    if job.cluster is None:
+        return
+    try:
+        check_cluster(job.cluster.address)
+    except SourceUnavailableError as error:
+        if job.cluster.required:
+            raise
+        then = "its actors read nothing until one does"
+        if not job.cluster.num_actors:
+            then = (
+                f"the group {job.cluster.group!r} shares nothing until one does, and each of its caches reads all "
+                "of the remote (share_required=True refuses that)"
+            )
+        logger.warning("%s: %s; %s", cache.path, error, then)
 
 
 def _warn_if_transform_changed(worker: Worker, job: Job) -> None:
