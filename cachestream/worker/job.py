@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -158,7 +159,8 @@ def share(job: Job) -> int:
 def load_shared(fd: int) -> Job:
     """Load the job from a descriptor of `share`, and close the descriptor.
 
-    The buffers are mapped, not copied.
+    The buffers are mapped, not copied. The user's code is imported from here on, as in the caller: from the
+    caller's `sys.path`.
     """
     try:
         memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
@@ -173,6 +175,7 @@ def load_shared(fd: int) -> Job:
         end = start + size
         buffers.append(memory[start:end])
     shared: Job = replace(job, payload=Packed(job.payload.data, tuple(buffers)))
+    sys.path[:] = shared.sys_path
     return shared
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType
-from typing import Final
+from typing import BinaryIO, Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import move, name_process, open_private
@@ -391,12 +391,18 @@ class FillRecord:
 
 
 def main() -> None:
-    """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
+    """The main of the supervisor: its job comes through stdin, one answer goes to a pipe of its own.
+
+    The user's code that is loaded here may print.
+    """
     name_process("cs-supervisor")
     reset_inherited_state()
-    server = ForkServer(sys.argv[1:])  # first: it must not inherit the files and locks below
+    os.dup2(2, 1)
+    answer = os.fdopen(int(sys.argv[1]), "wb")
+    os.set_inheritable(answer.fileno(), False)
+    server = ForkServer(sys.argv[2:], answer)  # first: it must not inherit the files and locks below
     try:
-        supervisor = _begin(server)
+        supervisor = _begin(server, answer)
         code = 0 if supervisor is None else supervisor.run()
     finally:
         server.close()
@@ -404,13 +410,13 @@ def main() -> None:
     os._exit(code)  # the lock is released with the process: a free lock means that nothing of it is left
 
 
-def _begin(server: ForkServer) -> Supervisor | None:
+def _begin(server: ForkServer, answer: BinaryIO) -> Supervisor | None:
     """Take the job, start its processes and answer; None if there is nothing to supervise."""
     try:
         job: Job = read_frame(sys.stdin.buffer)
     except EOFError:
         return None  # the source could not be opened, or the caller has died
-    answer = sys.stdout.buffer
+    sys.path[:] = job.sys_path  # the user's code is imported as in the caller
     try:
         cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
         lock = _become_the_supervisor(cache)
@@ -433,7 +439,8 @@ def _begin(server: ForkServer) -> Supervisor | None:
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     try:
-        write_frame(answer, "ready")
+        with answer:
+            write_frame(answer, "ready")
     except BrokenPipeError:
         return None  # the caller has died
     logger.info("started, %d left-over files removed", removed)
