@@ -181,13 +181,21 @@ def describe_outdated(outdated: int, num_samples: int) -> str:
     )
 
 
-def _remedy_for_skipped(cache: Cache, fill: FillState) -> str:
-    """Advice when too many samples were skipped."""
-    failures, source = fill.failures, fill.source or ""
+def _remedy(cache: Cache, fill: FillState) -> str:
+    """Advice when too many samples of a cache were skipped."""
+    outdated = cache.filling.samples_of_others(fill.transform or "")
+    if fill.failures[0].kind == "schema" and outdated:
+        return f"most of the cached samples decided what fields all have, and {describe_outdated(outdated, fill.num_samples)}"
+    return remedy_for_skipped(fill.failures, fill.source or "")
+
+
+def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
+    """Advice when too many samples were skipped.
+
+    `failures` have the most frequent first; `source` is the fingerprint.
+    """
     if failures[0].kind != "schema":
         return "correct what fails and start again"
-    if outdated := cache.filling.samples_of_others(fill.transform or ""):
-        return f"most of the cached samples decided what fields all have, and {describe_outdated(outdated, fill.num_samples)}"
     return (
         "most of the first samples decided what fields all have: "
         + "".join(words for kind, words in _REMEDIES.items() if source.startswith(kind))
@@ -348,7 +356,7 @@ def _describe_shortage(cache: Cache, fill: FillState, have: int, state: str, why
     elif not have and fill.message:
         hint = f"{fill.message}; correct what fails and start again"
     elif sum(one.count for one in fill.failures) > have:
-        hint = f"{skipped}; {_remedy_for_skipped(cache, fill)}"
+        hint = f"{skipped}; {_remedy(cache, fill)}"
     elif ended:
         hint = f"{_FEWER}, or give more data"
     else:
@@ -468,7 +476,7 @@ def warn_of_skipped(cache: Cache) -> None:
             cache.path,
             used,
             describe_skipped(fill.failures),
-            _remedy_for_skipped(cache, fill),
+            _remedy(cache, fill),
         )
     elif (outdated := cache.filling.samples_of_others(fill.transform or "")) and (
         fields := cache.filling.fields_of_several_shapes()
