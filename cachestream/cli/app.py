@@ -127,6 +127,9 @@ def worker(
     share: Annotated[str | None, typer.Option(help="The group of caches that share one filling.")] = None,
     replicas: Annotated[int | None, typer.Option(help="How many caches of the group keep a shard.")] = None,
     exchange: Annotated[float, typer.Option(help="The share of shards traded each epoch, below 1.")] = 0.0,
+    share_required: Annotated[
+        bool, typer.Option("--share-required", help="Read nothing without a Ray cluster.")
+    ] = False,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
@@ -159,6 +162,7 @@ def worker(
         "share": share,
         "replicas": replicas,
         "exchange": exchange,
+        "share_required": share_required,
     }
     WorkerOptions(**options).check()  # before a cache is made
     with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:

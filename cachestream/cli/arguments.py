@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,7 +29,8 @@ def load(name: str, what: str) -> Any:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        with redirect_stdout(sys.stderr):  # the module may print, and a program may read our output
+            return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{what}={name!r} cannot be loaded: {error}; give module:name") from error
 

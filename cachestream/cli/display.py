@@ -25,7 +25,7 @@ from rich.text import Text
 
 from cachestream.config import format_size
 from cachestream.errors import WorkerTimeoutError
-from cachestream.storage.status import CacheStatus, WorkerStatus, describe_skipped
+from cachestream.storage.status import CacheStatus, WorkerStatus, describe_outdated, describe_skipped
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -133,12 +133,13 @@ def status_view(status: CacheStatus, rates: Rates | None = None) -> RenderableTy
 
 
 def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, RenderableType]]:
-    if status.fill_message:
-        yield "", Text(status.fill_message, "red" if status.fill_state == "failed" else "")
-    if status.disk_message:
-        yield "", Text(status.disk_message, "red")
-    if status.remote_message:
-        yield "", Text(status.remote_message, "yellow")
+    messages = (
+        (status.fill_message, "red" if status.fill_state == "failed" else ""),
+        (status.disk_message, "red"),
+        (status.remote_message, "yellow"),
+        (describe_outdated(status.outdated_samples, status.num_samples), "yellow"),
+    )
+    yield from (("", Text(message, style)) for message, style in messages if message)
     yield "cache", _with_bar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
     held_out = "" if status.holdout is None else f", {status.held_out_samples:,} of them held out"
     yield (
@@ -315,6 +316,8 @@ def say(line: str) -> None:
 def say_result(status: CacheStatus) -> None:
     """Show the result of filling, with the reason where samples are missing."""
     say(one_line(status))
+    if outdated := describe_outdated(status.outdated_samples, status.num_samples):
+        say(outdated)
     if told := describe_skipped(status.failures):
         say(f"{told}; all reasons: cachestream status {status.path}")
     elif status.fill_state == "complete" and status.fill_message:

@@ -51,8 +51,8 @@ class FillState:
     """The filling at one moment, as the catalogue records it.
 
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
-    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
-    transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true
+    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` the identity
+    of the last worker's transform. `positions_done` counts the finished positions of the last pass. `is_looking` is true
     while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that were
     drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none
     did. `failures` have the most frequent first.
@@ -218,9 +218,28 @@ class Filling:
         with self._catalogue.transaction() as tables:
             tables.set_meta("is_looking", int(is_looking))
 
-    def record_transform(self, digest: str) -> None:
+    def record_transform(self, identity: str) -> None:
         with self._catalogue.transaction() as tables:
-            tables.set_meta("transform", digest)
+            tables.set_meta("transform", identity)
+
+    def samples_of_others(self, identity: str) -> int:
+        """The cached samples that another transform has made than that of `identity`, see `Tables`."""
+        with self._catalogue.reading() as tables:
+            return tables.samples_of_others(identity)
+
+    def fields_of_several_shapes(self) -> list[str]:
+        """The names of the fields that have one shape in each shard, and not the same in all."""
+        with self._catalogue.reading() as tables:
+            (ids,) = tables.shard_columns("schema_id")
+            shapes = [
+                {field.name: field.shape for field in schema.fields}
+                for schema in tables.schemas(set(ids.tolist()))
+            ]
+        return [
+            name
+            for name in (shapes[0] if shapes else ())
+            if len(found := {one.get(name) for one in shapes}) > 1 and None not in found
+        ]
 
     def record_suspects(self, suspects: Iterable[tuple[int, Suspect]]) -> None:
         """Add the deaths of suspects, each with the id of its pass."""

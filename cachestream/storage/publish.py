@@ -130,6 +130,7 @@ class Publisher:
             row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
             tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
             tables.enter_split(shard_id, content.fill)
+            tables.enter_transform(shard_id, content.fill)
         tables.add("written_samples", sum(content.num_samples for content in contents))
         _commit(tables, progress)
 

@@ -150,6 +150,7 @@ def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Sche
     if "part" in shard.fill and tables.holdout is None:
         tables.hold_out(float(shard.fill["holdout"]))
     tables.enter_split(shard_id, shard.fill)
+    tables.enter_transform(shard_id, shard.fill)
 
 
 def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, Sequence[Span]]:

@@ -78,7 +78,8 @@ class CacheStatus:
     `disk_message` is set when the disk is full, `remote_message` when the worker waits for a remote that does
     not answer. `holdout` is the share of the samples that is held out, None without one, and
     `held_out_samples` the number of them in the cache, as far as they have been counted. `loaders` are those
-    that have delivered a batch and are not closed, in any process.
+    that have delivered a batch and are not closed, in any process. `outdated_samples` were made by another
+    transform than that of the last worker.
     """
 
     path: str
@@ -114,6 +115,7 @@ class CacheStatus:
     holdout: float | None = None
     held_out_samples: int = 0
     loaders: tuple[LoaderReport, ...] = ()
+    outdated_samples: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -123,13 +125,17 @@ class CacheStatus:
         done = "" if self.pass_done is None else f", pass {self.pass_number} {self.pass_done:.0%}"
         return (
             f"{self.num_samples} samples in {self.num_shards} shards, {format_size(self.size_bytes)} of "
-            f"{format_size(self.size_limit)}, {self.fill_state}{done}"
+            f"{format_size(self.size_limit)}, {self.fill_state}{done}{self._outdated}"
         )
+
+    @property
+    def _outdated(self) -> str:
+        return f", {self.outdated_samples} samples of another transform" if self.outdated_samples else ""
 
     def _repr_html_(self) -> str:
         done = "" if self.pass_done is None else f", pass {self.pass_number}: {self.pass_done:.0%}"
         rows = {
-            "samples": f"{self.num_samples} in {self.num_shards} shards",
+            "samples": f"{self.num_samples} in {self.num_shards} shards{self._outdated}",
             "size": f"{format_size(self.size_bytes)} of {format_size(self.size_limit)}",
             "filling": f"{self.fill_state}{done}",
             "message": self.fill_message or self.disk_message or self.remote_message,
@@ -162,6 +168,25 @@ _REMEDIES: Final = {
 _WITH_DEFAULTS: Final = (
     *("files:", "tars:", "tfrecords:", "parquet:", "lines:", "arrow:", "dataset:", "iterable:"),
 )
+
+
+def describe_outdated(outdated: int, num_samples: int) -> str:
+    """The number of samples of another transform, and the way to replace them; "" if there are none."""
+    if not outdated:
+        return ""
+    return (
+        f"the transform has changed, and {outdated} of the {num_samples} cached samples were made by another one; "
+        "they stay in the epochs until they are evicted. To make all anew, 'cachestream clear' the cache "
+        "(cache.clear()) and start again, or use another directory"
+    )
+
+
+def _remedy(cache: Cache, fill: FillState) -> str:
+    """Advice when too many samples of a cache were skipped."""
+    outdated = cache.filling.samples_of_others(fill.transform or "")
+    if fill.failures[0].kind == "schema" and outdated:
+        return f"most of the cached samples decided what fields all have, and {describe_outdated(outdated, fill.num_samples)}"
+    return remedy_for_skipped(fill.failures, fill.source or "")
 
 
 def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
@@ -294,7 +319,7 @@ def wait_for_samples(
                 if view.selects:
                     of += f" that where= selects (of {cache.num_samples} in all)"
                 why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
-                reason = _describe_shortage(cache.directory, fill, have, state, why, ended=ended)
+                reason = _describe_shortage(cache, fill, have, state, why, ended=ended)
                 raise NotEnoughSamplesError(
                     f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
                 )
@@ -322,11 +347,9 @@ def _warn_of_shortage(cache: Cache, fill: FillState, have: int, wanted: int) -> 
     return bool(why)
 
 
-def _describe_shortage(
-    directory: Directory, fill: FillState, have: int, state: str, why: str, *, ended: bool
-) -> str:
+def _describe_shortage(cache: Cache, fill: FillState, have: int, state: str, why: str, *, ended: bool) -> str:
     """The reason why there are only `have` samples, which begins with `why`, and its remedy."""
-    hindered, skipped = hindrance(directory, fill), describe_skipped(fill.failures)
+    hindered, skipped = hindrance(cache.directory, fill), describe_skipped(fill.failures)
     if state == "full" and not hindered:
         why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
         hint = f"raise that ('cachestream limit CACHE SIZE'), or {_FEWER}"
@@ -339,7 +362,7 @@ def _describe_shortage(
     elif not have and fill.message:
         hint = f"{fill.message}; correct what fails and start again"
     elif sum(one.count for one in fill.failures) > have:
-        hint = f"{skipped}; {remedy_for_skipped(fill.failures, fill.source or '')}"
+        hint = f"{skipped}; {_remedy(cache, fill)}"
     elif ended:
         hint = f"{_FEWER}, or give more data"
     else:
@@ -370,6 +393,7 @@ def read_status(cache: Cache) -> CacheStatus:
         leased_bytes = tables.bytes_within(leased.merged())
         reserved_bytes = sum(tables.reserved_bytes())
         held_out_samples = tables.held_out()[0]
+        outdated = tables.samples_of_others(fill.transform or "")
     state, schema = phase_now(fill, has_worker(directory)), fill.schema
     current = fill.last_pass
     is_listing = bool(meta.get("listing", 0)) and state != "none"
@@ -411,6 +435,7 @@ def read_status(cache: Cache) -> CacheStatus:
         holdout=meta.get("holdout"),
         held_out_samples=held_out_samples,
         loaders=tuple(read_loaders(directory)),
+        outdated_samples=outdated,
     )
 
 
@@ -442,20 +467,32 @@ def is_much(skipped: int, used: int) -> bool:
 
 
 def warn_of_skipped(cache: Cache) -> None:
-    """Warn, once per cache and process, if more than 1 % of the samples were skipped."""
+    """Warn, once per cache and process, if more than 1 % of the samples were skipped.
+
+    Also if a field has several shapes, because another transform gave it another one.
+    """
     if cache.cache_id in _warned:
         return
     fill = cache.filling.state()
     used = fill.num_samples + fill.evicted_samples
     if is_much(sum(one.count for one in fill.failures), used):
         _warned.add(cache.cache_id)
-        remedy = remedy_for_skipped(fill.failures, fill.source or "")
         logger.warning(
             "%s: %d samples were cached, and %s; %s",
             cache.path,
             used,
             describe_skipped(fill.failures),
-            remedy,
+            _remedy(cache, fill),
+        )
+    elif (outdated := cache.filling.samples_of_others(fill.transform or "")) and (
+        fields := cache.filling.fields_of_several_shapes()
+    ):
+        _warned.add(cache.cache_id)
+        logger.warning(
+            "%s: fields %s have one shape in some shards and another in others, so batches hold lists of them: %s",
+            cache.path,
+            fields,
+            describe_outdated(outdated, fill.num_samples),
         )
 
 

@@ -29,6 +29,12 @@ _SPLIT_STATEMENTS: Final = (
     """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
         DELETE FROM splits WHERE id = OLD.id; END""",
 )
+# The identity of the transform that made each shard; a shard without a row is of a version that kept none.
+_TRANSFORM_STATEMENTS: Final = (
+    "CREATE TABLE IF NOT EXISTS transforms (id INTEGER PRIMARY KEY, identity TEXT NOT NULL)",
+    """CREATE TRIGGER IF NOT EXISTS transform_goes AFTER DELETE ON shards BEGIN
+        DELETE FROM transforms WHERE id = OLD.id; END""",
+)
 # In a cache that evicts by weight: the mean weight of the samples of each shard that was drawn by weights.
 _WEIGHT_STATEMENTS: Final = (
     "CREATE TABLE IF NOT EXISTS weights (id INTEGER PRIMARY KEY, weight REAL NOT NULL)",
@@ -235,6 +241,28 @@ class Tables(ProgressTables, SplitTables):
 
     def delete_shards(self, ids: Iterable[int]) -> None:
         self.executemany("DELETE FROM shards WHERE id = ?", [(shard_id,) for shard_id in ids])
+
+    def enter_transform(self, shard_id: int, fill: Mapping[str, Any]) -> None:
+        """Record the transform that a shard's `fill` names."""
+        if isinstance(identity := fill.get("transform"), str):
+            for statement in _TRANSFORM_STATEMENTS:
+                self.execute(statement)
+            self.execute("INSERT INTO transforms VALUES (?, ?)", (shard_id, identity))
+
+    def samples_of_others(self, identity: str) -> int:
+        """The samples that another transform has made than that of `identity`, as far as that can be seen.
+
+        Identities of another version of Python cannot be compared with it: those before the colon differ.
+        """
+        known = "SELECT 1 FROM sqlite_master WHERE name = 'transforms'"
+        if not identity or self.execute(known).fetchone() is None:
+            return 0
+        row = self.execute(
+            "SELECT coalesce(sum(num_samples), 0) FROM transforms JOIN shards USING (id) "
+            "WHERE identity != ? AND substr(identity, 1, ?) = ?",
+            (identity, len(version := identity.partition(":")[0] + ":"), version),
+        ).fetchone()
+        return int(row[0])
 
     def mark_used(self, ranges: IntArray, times: int = 1) -> None:
         """Count `times` more snapshots, the last of them now, of each shard in `ranges` `[n, 2]` of ids."""

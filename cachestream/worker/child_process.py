@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Any, BinaryIO, Final
 
 from cachestream.linux import adopt_orphans, die_with_parent, is_there, name_process
 from cachestream.transport.remote_errors import redact_text
@@ -81,10 +81,11 @@ class ForkedProcess:
 class ForkServer:
     """The supervisor's side of the fork server.
 
-    To be made before the supervisor has threads, locks or children.
+    To be made before the supervisor has threads, locks or children. `answer`: the supervisor's pipe to its
+    caller, which the fork server does not keep.
     """
 
-    def __init__(self, protocols: Collection[str] = ()) -> None:
+    def __init__(self, protocols: Collection[str] = (), answer: BinaryIO | None = None) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ended = EndedSessions()  # of processes that the fork server has started
         can_adopt = adopt_orphans()
@@ -92,6 +93,8 @@ class ForkServer:
         if not self._pid:
             try:
                 self._socket.close()
+                if answer is not None:
+                    answer.close()
                 _serve(theirs, protocols)
             finally:
                 os._exit(1)

@@ -6,7 +6,6 @@ disk.
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
 import pickle
@@ -14,11 +13,10 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any, Final
 
 from cachestream.errors import ConfigError, WorkerError
-from cachestream.sources.user_code import by_value, fingerprint_of
+from cachestream.sources.user_code import by_value
 from cachestream.worker.cluster.connection import ClusterOptions
 from cachestream.worker.order import Partition
 
@@ -51,7 +49,7 @@ class Job:
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
     that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: what a
     Ray cluster does in the filling; None without one. `mix`: the integer weights of the sources of a `mix`,
-    if these are fetched as loaders draw them; else empty.
+    if these are fetched as loaders draw them; else empty. `transform`: see transform_identity.
     """
 
     root: str
@@ -80,6 +78,7 @@ class Job:
     trace: str = ""
     cluster: ClusterOptions | None = None
     mix: tuple[int, ...] = ()
+    transform: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +89,6 @@ class Payload:
     transform: Any
     eviction: Any
     weights: Any
-
-
-def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
-    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
-
-    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
-    unnoticed.
-    """
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    version = "python {}.{}".format(*sys.version_info)
-    if transform is None:
-        return f"{version}:"
-    function = getattr(transform, "__func__", transform)
-    code: Any = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
-    has_code = isinstance(code, CodeType)
-    return f"{version}:{fingerprint_of(code)}" if has_code else ""
 
 
 def pack(value: Any, visit: Callable[[Any], None] = lambda _: None) -> Packed:
@@ -177,7 +159,8 @@ def share(job: Job) -> int:
 def load_shared(fd: int) -> Job:
     """Load the job from a descriptor of `share`, and close the descriptor.
 
-    The buffers are mapped, not copied.
+    The buffers are mapped, not copied. The user's code is imported from here on, as in the caller: from the
+    caller's `sys.path`.
     """
     try:
         memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
@@ -192,6 +175,7 @@ def load_shared(fd: int) -> Job:
         end = start + size
         buffers.append(memory[start:end])
     shared: Job = replace(job, payload=Packed(job.payload.data, tuple(buffers)))
+    sys.path[:] = shared.sys_path
     return shared
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from cachestream import tracing
 from cachestream.config import (
@@ -55,9 +55,10 @@ from cachestream.worker.cluster.connection import (
     check_actor_options,
     current_address,
 )
-from cachestream.worker.job import Job, Payload, pack, transform_fingerprint
+from cachestream.worker.job import Job, Payload, pack
 from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
+from cachestream.worker.transform_identity import transform_identity
 from cachestream.worker.user_order import NAMED, check_order, kind_of
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class WorkerOptions:
     share: str | None = None
     replicas: int | None = None
     exchange: float = 0.0
+    share_required: bool = False
     holdout: float | None = None
 
     def check(self) -> None:
@@ -122,8 +124,10 @@ class WorkerOptions:
         if self.ray_options:
             check_actor_options(self.ray_options)
         if self.share is None:
-            if self.replicas is not None or self.exchange:
-                raise ConfigError("replicas= and exchange= are of a group of caches: name it with share=")
+            if self.replicas is not None or self.exchange or self.share_required:
+                raise ConfigError(
+                    "replicas=, exchange= and share_required= are of a group of caches: name it with share="
+                )
             return
         if not self.share:
             raise ConfigError("share='': give the group of caches a name")
@@ -163,7 +167,7 @@ class WorkerOptions:
             group=self.share or "",
             replicas=self.replicas,
             exchange=float(self.exchange),
-            transform=transform_fingerprint(self.transform),
+            required=bool(self.share_required),
             decoders=plugins.plugin_decoders(),
         )
 
@@ -242,6 +246,7 @@ class WorkerOptions:
             mix=tuple(source.whole_weights)
             if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
             else (),
+            transform=transform_identity(transform),
         )
 
     @property
@@ -289,14 +294,24 @@ class Launch:
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         try:
-            self._process: subprocess.Popen[bytes] | None = start_python(
-                "cachestream.worker.supervisor",
-                import_path(),
-                *protocols,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal is for the trainer, whose end ends the worker
-            )
+            answer, to_answer = os.pipe()
+            self._answer = os.fdopen(answer, "rb")
+            try:
+                self._process: subprocess.Popen[bytes] | None = start_python(
+                    "cachestream.worker.supervisor",
+                    import_path(),
+                    str(to_answer),
+                    *protocols,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,  # a `sitecustomize` may print before the supervisor redirects it
+                    pass_fds=(to_answer,),
+                    start_new_session=True,  # Ctrl-C in the terminal is for the trainer, whose end ends the worker
+                )
+            except BaseException:
+                self._answer.close()
+                raise
+            finally:
+                os.close(to_answer)
         except OSError as error:
             raise WorkerError(
                 f"no process can be started for the worker ({error}): raise 'ulimit -u' and 'ulimit -n', "
@@ -311,7 +326,7 @@ class Launch:
         process, self._process = self._process, None
         assert process is not None
         try:
-            answer = _ask(process, job)
+            answer = _ask(process, self._answer, job)
         except BaseException:
             _end(process)
             raise
@@ -326,8 +341,7 @@ class Launch:
         if process is None:
             return
         assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin, process.stdout:
+        with process.stdin, self._answer:
             _end(process)
 
 
@@ -356,17 +370,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=5.0)
 
 
-def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
+def _ask(process: subprocess.Popen[bytes], answer: BinaryIO, job: Job) -> Any:
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
         # Inside the `try`: closing the pipe to a dead process flushes its buffer, and fails again.
-        with process.stdin, process.stdout:
+        with process.stdin, answer:
             deadline_s = time.monotonic() + START_TIMEOUT_S
             if _send(process.stdin.fileno(), pickle.dumps(job), deadline_s) and _is_ready(
-                process.stdout.fileno(), select.POLLIN, deadline_s
+                answer.fileno(), select.POLLIN, deadline_s
             ):
-                return read_frame(process.stdout)
+                return read_frame(answer)
         problem = (
             f"did not answer within {START_TIMEOUT_S:.0f} s: the machine is very busy, or the disk does not "
             "answer; start it again"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import math
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -24,9 +24,10 @@ from cachestream.errors import CacheFullError, CacheLockedError
 from cachestream.linux import die_with_parent
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 
-# The child has the `sys.path` of its parent, and leaves the cores to the threads of the trainer.
+# Only `sys` is imported before the path is set, as "-c" has put the working directory before all else. The child
+# leaves the cores to the threads of the trainer.
 _BOOTSTRAP: Final = (
-    "import os, sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import sys; sys.path[:] = sys.argv[2 : 2 + int(sys.argv[1])]; del sys.argv[1 : 2 + len(sys.path)]; import os; "
     "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
     "from {module} import main; main()"
 )
@@ -54,6 +55,27 @@ def import_path() -> tuple[str, ...]:
     return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
 
 
+def _libraries_first(entries: tuple[str, ...]) -> list[str]:
+    """The entries of an import path: the standard library, this package, what is installed, then the others.
+
+    A new Python has loaded nothing yet. In the order of its parent, it would take a `types.py` of the user's for
+    the module of the standard library that the parent has loaded long ago. What the user's own code imports is
+    found in the order of the parent, see `job.load_shared`.
+    """
+    standard = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    package = str(Path(__file__).parents[2])
+
+    def rank(entry: str) -> int:
+        folder = os.path.realpath(entry)
+        if folder in standard or (os.path.dirname(folder) in standard and folder.endswith("lib-dynload")):
+            return 0
+        if entry == package:
+            return 1
+        return 2 if os.path.basename(folder) in ("site-packages", "dist-packages") else 3
+
+    return sorted(entries, key=rank)
+
+
 def _current_folder() -> str:
     """The working directory; "" if it has been removed, so that nothing can be imported from there."""
     try:
@@ -66,7 +88,8 @@ def start_python(
     module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start `main()` of `module` in a new Python: without inherited state, without a main guard."""
-    command = [sys.executable, "-c", _BOOTSTRAP.format(module=module), json.dumps(sys_path), *arguments]
+    path = _libraries_first(sys_path)
+    command = [sys.executable, "-c", _BOOTSTRAP.format(module=module), str(len(path)), *path, *arguments]
     # In a folder that has been removed, Python 3.13.0 cannot import its own modules.
     return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
 
@@ -230,7 +253,10 @@ def _restore_signals() -> None:
 
 
 class SignsOfLife:
-    """Empty lines, which a child process prints for its supervisor, see `ChildProcess.is_silent`."""
+    """Empty lines, which a child process writes for its supervisor, see `ChildProcess.is_silent`.
+
+    The first line break ends what the user's code may have printed; `sys.stdout` may be the user's own by now.
+    """
 
     def __init__(self) -> None:
         self._shown_s = -math.inf
@@ -240,8 +266,7 @@ class SignsOfLife:
         now_s = time.monotonic()
         if now_s - self._shown_s >= _BEAT_S:
             self._shown_s = now_s
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            os.write(1, b"\n\n")
 
 
 def exit_code(

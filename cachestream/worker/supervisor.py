@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType
-from typing import Final
+from typing import BinaryIO, Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import move, name_process, open_private
@@ -103,6 +103,7 @@ class Supervisor:
         self._look_for_changes = is_complete and self._job.growing
         self._record.write_looking(self._look_for_changes)
         self._record.write("filling")
+        self._record.write_transform()
         now_s = time.monotonic()
         self._board.reset(os.getpid(), self._job.num_workers, now_s)
         if self._job.growing:
@@ -220,9 +221,12 @@ class Supervisor:
             self._next_pass(now_s)
         self._samplers.start_due(now_s)
         if not self._resting:
-            message = "" if self._sharing is None else self._sharing.message
-            self._record.write_filling(self._samplers.running, now_s, message)
+            self._record.write_filling(self._samplers.running, now_s, self._shared_message)
         return True
+
+    @property
+    def _shared_message(self) -> str:
+        return "" if self._sharing is None else self._sharing.message
 
     @property
     def _processes(self) -> list[ChildProcess]:
@@ -247,7 +251,7 @@ class Supervisor:
         self._record.write_looking(False)
         if not has_more:
             if not self._resting:
-                self._record.write_complete()
+                self._record.write_complete(self._shared_message)
                 self._resting = True
             return
         self._resting = False
@@ -329,15 +333,22 @@ class FillRecord:
             self._cache.filling.record_looking(is_looking)
             self._is_looking = is_looking
 
-    def write_complete(self) -> None:
+    def write_transform(self) -> None:
+        """Record the transform of this worker."""
+        self._cache.filling.record_transform(self._job.transform)
+
+    def write_complete(self, shared: str) -> None:
         """Record that the pass is complete, and for which reasons the cache lacks samples of the remote.
+
+        `shared`: the message of a group of caches that does not answer.
 
         A transform that drops some samples does so on purpose, one that drops all hardly does.
         """
         state = self._cache.filling.state()
         dropped = self._board.totals().dropped
         all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
-        reasons = describe_skipped(state.failures), all_dropped if dropped and not state.num_samples else ""
+        dropped_all = all_dropped if dropped and not state.num_samples else ""
+        reasons = shared, describe_skipped(state.failures), dropped_all
         self.write("complete", "; ".join(filter(None, reasons)))
 
     def write_filling(self, running: Collection[int], now_s: float, message: str) -> None:
@@ -373,18 +384,25 @@ class FillRecord:
         self._catalogue_id = catalogue_id
         is_looking, self._is_looking = bool(self._is_looking), None
         self.write_looking(is_looking)
+        self.write_transform()
         self.state = ""  # a pass is open again, or the next tick corrects that
         self.write("filling")
         return True
 
 
 def main() -> None:
-    """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
+    """The main of the supervisor: its job comes through stdin, one answer goes to a pipe of its own.
+
+    The user's code that is loaded here may print.
+    """
     name_process("cs-supervisor")
     reset_inherited_state()
-    server = ForkServer(sys.argv[1:])  # first: it must not inherit the files and locks below
+    os.dup2(2, 1)
+    answer = os.fdopen(int(sys.argv[1]), "wb")
+    os.set_inheritable(answer.fileno(), False)
+    server = ForkServer(sys.argv[2:], answer)  # first: it must not inherit the files and locks below
     try:
-        supervisor = _begin(server)
+        supervisor = _begin(server, answer)
         code = 0 if supervisor is None else supervisor.run()
     finally:
         server.close()
@@ -392,13 +410,13 @@ def main() -> None:
     os._exit(code)  # the lock is released with the process: a free lock means that nothing of it is left
 
 
-def _begin(server: ForkServer) -> Supervisor | None:
+def _begin(server: ForkServer, answer: BinaryIO) -> Supervisor | None:
     """Take the job, start its processes and answer; None if there is nothing to supervise."""
     try:
         job: Job = read_frame(sys.stdin.buffer)
     except EOFError:
         return None  # the source could not be opened, or the caller has died
-    answer = sys.stdout.buffer
+    sys.path[:] = job.sys_path  # the user's code is imported as in the caller
     try:
         cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
         lock = _become_the_supervisor(cache)
@@ -421,7 +439,8 @@ def _begin(server: ForkServer) -> Supervisor | None:
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     try:
-        write_frame(answer, "ready")
+        with answer:
+            write_frame(answer, "ready")
     except BrokenPipeError:
         return None  # the caller has died
     logger.info("started, %d left-over files removed", removed)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
-from cachestream.errors import ConfigError, WorkerError, WorkerTimeoutError
+from cachestream.errors import ConfigError, SourceUnavailableError, WorkerError, WorkerTimeoutError
 from cachestream.linux import open_private
 from cachestream.sources.base import Source
 from cachestream.sources.open import SOURCE_OPTIONS, open_source, protocols_of
@@ -22,10 +22,16 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.os_errors import CatalogueDamagedError
 from cachestream.storage.settings import choose_split
-from cachestream.storage.status import CacheStatus, forget_lost_worker, lost_worker, warn_of_skipped
+from cachestream.storage.status import (
+    CacheStatus,
+    describe_outdated,
+    forget_lost_worker,
+    lost_worker,
+    warn_of_skipped,
+)
 from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments, WorkerMonitor, release
-from cachestream.worker.cluster.connection import describe
-from cachestream.worker.job import Job, transform_fingerprint
+from cachestream.worker.cluster.connection import check_cluster, describe
+from cachestream.worker.job import Job
 from cachestream.worker.launch import (
     CONCURRENCY,
     HANG_TIMEOUT_S,
@@ -35,6 +41,7 @@ from cachestream.worker.launch import (
     head_start,
 )
 from cachestream.worker.order import PassPlan
+from cachestream.worker.transform_identity import is_same_transform
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -208,6 +215,7 @@ def start_worker(
     share: str | None = None,
     replicas: int | None = None,
     exchange: float = 0.0,
+    share_required: bool = False,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -247,6 +255,8 @@ def start_worker(
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
         replicas: the number of caches of the group that keep a shard (default: all).
         exchange: the share of the cache's shards that shards of others replace each epoch, from 0 to below 1.
+        share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
+            away later. Else a warning says so, and each cache reads all of the remote.
         unknown: refused; the error suggests the right name.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
@@ -270,6 +280,7 @@ def start_worker(
         share=share,
         replicas=replicas,
         exchange=exchange,
+        share_required=share_required,
         holdout=holdout,
     )
     options.check()
@@ -282,6 +293,7 @@ def start_worker(
         ):
             opened = open_source(source)
         job = _job(options, cache, opened)
+        _check_cluster(cache, job)
         if holdout is not None:
             choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
         with _warn_if_slow(
@@ -291,7 +303,7 @@ def start_worker(
             f"very busy; see {cache.directory.worker_file('log.txt')}",
         ):
             worker = _start_or_attach(cache, job, launch, detach, linger_s)
-    _warn_if_transform_changed(worker, transform)
+    _warn_if_transform_changed(worker, job)
     return worker
 
 
@@ -326,26 +338,36 @@ def _job(options: WorkerOptions, cache: Cache, source: Source) -> Job:
         return options.job(cache, source)
 
 
-def _warn_if_transform_changed(worker: Worker, transform: Callable[..., Any] | None) -> None:
-    """Log a warning if another transform made the cached samples, as far as `transform_fingerprint` tells.
-
-    Records the transform of a worker that this process has started.
-    """
-    fingerprint, state = transform_fingerprint(transform), worker.cache.filling.state()
-    known = state.transform
-    if known == fingerprint:
+def _check_cluster(cache: Cache, job: Job) -> None:
+    """Log a warning if the job needs a cluster and none answers; raise SourceUnavailableError if it is required."""
+    if job.cluster is None:
         return
-    if not worker.attached:
-        worker.cache.filling.record_transform(fingerprint)
-    # Other versions of Python compile the same function to something else.
-    is_comparable = known and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
-    if is_comparable and state.num_samples:
+    try:
+        check_cluster(job.cluster.address)
+    except SourceUnavailableError as error:
+        if job.cluster.required:
+            raise
+        then = "its actors read nothing until one does"
+        if not job.cluster.num_actors:
+            then = (
+                f"the group {job.cluster.group!r} shares nothing until one does, and each of its caches reads all "
+                "of the remote (share_required=True refuses that)"
+            )
+        logger.warning("%s: %s; %s", cache.path, error, then)
+
+
+def _warn_if_transform_changed(worker: Worker, job: Job) -> None:
+    """Log a warning if another transform makes the samples, or has made some of those that are cached."""
+    filling = worker.cache.filling
+    state, others = filling.state(), filling.samples_of_others(job.transform)
+    if worker.attached and not is_same_transform(state.transform or "", job.transform):
         logger.warning(
-            "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "
-            "'cachestream clear' the cache (cache.clear()), or use another directory",
+            "the transform has changed, and the worker that already fills %s goes on with the one before: stop it "
+            "first ('cachestream stop', worker.stop()), or use another directory",
             worker.cache.path,
-            ", which the running worker goes on with" if worker.attached else "",
         )
+    if outdated := describe_outdated(others, state.num_samples):
+        logger.warning("%s: %s", worker.cache.path, outdated)
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:

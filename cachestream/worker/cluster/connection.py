@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,8 +27,8 @@ class ClusterOptions:
     `address`: the cluster's, as `ray.init` takes it. `num_actors`: actors that read units, with the options
     `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.
     `replicas`: the number of caches of the group that keep a shard; None for all. `exchange`: the share of a
-    cache's shards that is replaced by shards of others each epoch. `transform`: the fingerprint of the
-    transform. `decoders`: the endings that plug-ins decode where the worker was started.
+    cache's shards that is replaced by shards of others each epoch. `required`: nothing is read while the group
+    does not answer. `decoders`: the endings that plug-ins decode where the worker was started.
     """
 
     address: str
@@ -36,7 +37,7 @@ class ClusterOptions:
     group: str = ""
     replicas: int | None = None
     exchange: float = 0.0
-    transform: str = ""
+    required: bool = False
     decoders: tuple[str, ...] = ()
 
 
@@ -45,7 +46,8 @@ def describe(options: ClusterOptions | None) -> str:
     text = f"engine={ENGINES[options is not None and options.num_actors > 0]!r}"
     if options is None or not options.group:
         return text
-    return f"{text}, share={options.group!r}, replicas={options.replicas}, exchange={options.exchange:g}"
+    required = ", share_required=True" if options.required else ""
+    return f"{text}, share={options.group!r}, replicas={options.replicas}, exchange={options.exchange:g}{required}"
 
 
 def import_ray() -> Any:
@@ -78,24 +80,43 @@ def connect(address: str) -> Any:
     Raises SourceUnavailableError if no cluster answers.
     """
     ray = import_ray()
-    try:
-        if address == "auto":
-            services = importlib.import_module("ray._private.services")
-            address = services.canonicalize_bootstrap_address(address) or address
-        check_port(address)
+    with _translated_errors(address):
         ray.init(
-            address=address,
+            address=_check_answers(address),
             namespace=NAMESPACE,
             ignore_reinit_error=True,
             log_to_driver=False,
             logging_level="ERROR",
         )
+    return ray
+
+
+def check_cluster(address: str) -> None:
+    """Raise SourceUnavailableError if nothing answers at the `address` of a cluster."""
+    with _translated_errors(address):
+        _check_answers(address)
+
+
+def _check_answers(address: str) -> str:
+    """The address of the cluster that `address` means; raises OSError if nothing listens there."""
+    if address == "auto":
+        services = importlib.import_module("ray._private.services")
+        if (found := services.canonicalize_bootstrap_address(address)) is None:
+            raise ConnectionError("this machine has none, and RAY_ADDRESS names none")
+        address = str(found)
+    check_port(address)
+    return address
+
+
+@contextmanager
+def _translated_errors(address: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError, ValueError) as error:
         raise SourceUnavailableError(
             f"no Ray cluster answers at {address!r} ({error}); start one with 'ray start --head', or call "
             "ray.init() before start_worker"
         ) from error
-    return ray
 
 
 def check_port(address: str) -> None:

@@ -24,7 +24,7 @@ def identity_of(job: Job, cluster: ClusterOptions) -> Identity:
     return (
         ("it is filled from the source", job.fingerprint),
         ("it lists the units", f"{job.num_units} {job.listing}"),
-        ("it has the transform", cluster.transform),
+        ("it has the transform", job.transform),
         ("it has the order", job.kind),
         ("it has the seed", str(job.seed)),
         ("it divides the units among nodes:", str(job.partition.count) if job.partition else ""),

@@ -30,7 +30,7 @@ from cachestream.worker.cluster.connection import ClusterOptions, connect
 from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line
 from cachestream.worker.cluster.directory import CacheReport, HeldShard
 from cachestream.worker.cluster.group import GroupActor, ShardServer, identity_of
-from cachestream.worker.cluster.supervision import ALONE, ANSWERS
+from cachestream.worker.cluster.supervision import ALONE, ANSWERS, WAITING
 from cachestream.worker.health import LATER_PAUSE_S
 from cachestream.worker.job import Job, load_shared
 from cachestream.worker.order import PassPlan
@@ -55,8 +55,11 @@ class FillingAlone:
     given at a time, at random places: once the group answers again, little was made twice.
     """
 
-    def __init__(self, cache: Cache, group: str, num_workers: int, stop: threading.Event) -> None:
-        self._cache, self._group, self._num_workers, self._stop = cache, group, num_workers, stop
+    def __init__(
+        self, cache: Cache, cluster: ClusterOptions, num_workers: int, stop: threading.Event
+    ) -> None:
+        self._cache, self._group, self._num_workers, self._stop = cache, cluster.group, num_workers, stop
+        self._must_wait = cluster.required
         self._answered_s = time.monotonic() + _CONNECT_S
         self._is_alone: bool | None = None  # None until it is known
         threading.Thread(target=self._run, name="alone", daemon=True).start()
@@ -75,7 +78,8 @@ class FillingAlone:
     def _note(self, reason: str) -> None:
         if not self._is_alone:
             self._is_alone = True
-            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{ALONE}\n")
+            then = WAITING if self._must_wait else ALONE
+            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{then}\n")
 
     def _run(self) -> None:
         life = SignsOfLife()  # here: this thread never waits for Ray
@@ -84,8 +88,9 @@ class FillingAlone:
             silent_s = time.monotonic() - self._answered_s
             if silent_s > ANSWER_S:
                 self._note(f"for {silent_s:.0f} s")
-                with suppress(CacheError):  # another try follows
-                    self._offer()
+                if not self._must_wait:
+                    with suppress(CacheError):  # another try follows
+                        self._offer()
 
     def _offer(self) -> None:
         shared = self._cache.filling.shared_pass()
@@ -308,7 +313,7 @@ def main() -> None:
     def work() -> None:
         cluster, cache = job.cluster, Cache(job.root)
         assert cluster is not None
-        alone = FillingAlone(cache, cluster.group, job.num_workers, stop)
+        alone = FillingAlone(cache, cluster, job.num_workers, stop)
         try:
             if (ray := _connect(cluster, alone, stop)) is not None:
                 GroupMember(ray, job, cache, alone, stop).run()

@@ -14,6 +14,7 @@ from cachestream.worker.job import Job
 from cachestream.worker.processes import EXIT_FATAL
 
 ALONE: Final = "the group of caches does not answer: filling alone"
+WAITING: Final = "the group of caches does not answer: waiting for it, as share_required=True says"
 ANSWERS: Final = "the group of caches answers"
 
 logger = logging.getLogger("cachestream.worker")
@@ -54,5 +55,6 @@ class SharingProcess:
         if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
             self.process.start(now_s)
         output = self.process.last_output
-        if ALONE in output or ANSWERS in output:
-            self.message = ALONE if output.rfind(ALONE) > output.rfind(ANSWERS) else ""
+        place, said = max((output.rfind(text), text) for text in (ALONE, WAITING, ANSWERS))
+        if place >= 0:
+            self.message = "" if said == ANSWERS else said

@@ -233,6 +233,8 @@ class BackgroundPublisher:
             return  # later progress would pass over the shard that was given up
         spans = shard.progress.spans
         fill = {"source": self._job.fingerprint, "plan": shard.row.plan, "length": shard.row.length}
+        if self._job.transform:
+            fill["transform"] = self._job.transform
         is_shared = self._job.cluster is not None and self._job.cluster.group
         ends = {"ends": list(shard.progress.ends.items())} if is_shared else {}
         contents = shard.contents({**fill, **ends, "spans": span_array(spans).tolist()})

@@ -24,9 +24,10 @@ class JobOfGroup:
     kind: str = "shuffle"
     seed: int = 0
     partition: Partition | None = None
+    transform: str = "t1"
 
 
-JOB, OPTIONS = JobOfGroup(), ClusterOptions("auto", group="g", transform="t1")
+JOB, OPTIONS = JobOfGroup(), ClusterOptions("auto", group="g")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ JOB, OPTIONS = JobOfGroup(), ClusterOptions("auto", group="g", transform="t1")
             "it is filled from the source other, and the group has files",
         ),
         (replace(JOB, num_units=11), OPTIONS, "it lists the units 11 digest, and the group has 10 digest"),
-        (JOB, replace(OPTIONS, transform=""), "it has the transform none, and the group has t1"),
+        (replace(JOB, transform=""), OPTIONS, "it has the transform none, and the group has t1"),
         (replace(JOB, kind="sequential"), OPTIONS, "it has the order sequential, and the group has shuffle"),
         (replace(JOB, seed=7), OPTIONS, "it has the seed 7, and the group has 0"),
         (
