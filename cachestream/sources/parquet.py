@@ -194,8 +194,8 @@ class ParquetSource(SampleFiles):
     A sample is a dict of the columns: numbers with their own type, str, bytes, lists of numbers as
     arrays (nested ones, too), structs as fields "column.member", dates and times as int64 in the
     column's own unit (days, or since 1970 in UTC), decimals as float64, other lists and maps as JSON
-    text. Images in the layout of Hugging Face (a struct of "bytes" and "path") are decoded to uint8
-    `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
+    text, unless they hold binary. Images in the layout of Hugging Face (a struct of "bytes" and "path") are
+    decoded to uint8 `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
 
     columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
 

@@ -143,7 +143,19 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
         array = np.array(value, dtype)
     except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
         return None
-    return array
+    return array if holds_integers_of(value, array) else None
+
+
+def holds_integers_of(value: Any, array: npt.NDArray[Any]) -> bool:
+    """Return whether `array`, made of the list `value`, holds all integers in it exactly.
+
+    Beside floats, and beside unsigned ones, integers become floats, which are exact up to 2**53.
+    """
+    if array.dtype != np.float64 or not (np.abs(array) >= 2.0**53).any():
+        return True
+    if isinstance(value, list | tuple):
+        return all(holds_integers_of(item, array) for item in value)
+    return not isinstance(value, int | np.integer) or int(float(value)) == int(value)
 
 
 def decode_json_value(data: Buffer) -> Any:
@@ -152,11 +164,39 @@ def decode_json_value(data: Buffer) -> Any:
 
 
 def json_field(value: Any) -> Any:
-    """Return a number, bool or str unchanged, a rectangular list of numbers as an array, else JSON."""
-    if isinstance(value, bool | int | float | str):
+    """Return a number, bool, str or None unchanged, a rectangular list of numbers as an array, else JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     array = _numbers(value) if isinstance(value, list) else None
     return json.dumps(value, ensure_ascii=False) if array is None else array
+
+
+def to_json(value: Any) -> str:
+    """Return the JSON text of nested values, in which numbers of numpy are numbers.
+
+    Raises TypeError or ValueError for what JSON cannot hold, such as arrays, bytes, dates, and keys that are
+    no texts.
+    """
+    _check_keys(value)
+    return json.dumps(value, ensure_ascii=False, default=_json_number)
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no text")
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for item in value:
+        _check_keys(item)
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, np.bool_ | np.integer | np.floating) and value.itemsize <= 8:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} has no form in JSON")
 
 
 def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
