@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 STORED: dict[str, tuple[Any, list[float]]] = {
     "list": ([1, 2.5, 3], [1, 2.5, 3]),
     "no element masked": (np.ma.array([1.0, 2.0, 3.0]), [1, 2, 3]),
-    "view": (memoryview(np.arange(3.0)), [0, 1, 2]),
+    "view": (np.arange(3.0).data, [0, 1, 2]),
     "series": (pd.Series([1.0, 2.0, 3.0], index=[7, 8, 9]), [1, 2, 3]),
     "exact": ([2**53, 0.5, 2], [2**53, 0.5, 2]),
     "nan": ([float("nan"), 1.0, 2.0**60], [float("nan"), 1.0, 2.0**60]),

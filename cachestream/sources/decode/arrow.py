@@ -29,6 +29,7 @@ from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image, to_json
+from cachestream.transport import object_limit
 
 if TYPE_CHECKING:
     from cachestream.sources.decode.table_columns import ColumnOptions
@@ -127,11 +128,19 @@ class Columns:
                     f"column '{name}' holds {values.dtype}: {instead!r} cannot stand for its nulls ({error}); "
                     "give another value in fields= or nulls="
                 ) from error
-        if not array.null_count:
+        most, large = object_limit.limit_bytes(), list[int]()
+        if array.nbytes > most:
+            large = [row for row in range(len(array)) if array.slice(row, 1).nbytes > most]
+        if not (array.null_count or large):
             return values
         found = list(values)
         for row in _null_positions(array):
             found[row] = instead
+        for row in large:
+            try:
+                object_limit.check(array.slice(row, 1).nbytes)
+            except object_limit.TooLargeError as error:
+                found[row] = Unusable(f"column '{name}' holds {error}")
         return found
 
     def _plain(self, name: str, array: Any) -> Values:
@@ -275,6 +284,18 @@ def _as_numbers(arrow: Any, array: Any) -> Any:
         wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
         return array.cast(wide).cast(arrow.int64())
     return array.cast(arrow.float64()) if arrow.types.is_decimal(kind) else array
+
+
+def expanded_bytes(arrow: Any, batch: Any) -> int:
+    """Return the most bytes that a record batch takes when the values of its dictionaries are written out."""
+    nbytes = int(batch.nbytes)
+    for column in batch.columns:
+        if arrow.types.is_dictionary(column.type):
+            values = column.dictionary
+            if _is_text(arrow.types, values.type) or _is_binary(arrow.types, values.type):
+                lengths = arrow.compute.binary_length(values)
+                nbytes += len(column) * (arrow.compute.max(lengths).as_py() or 0)
+    return nbytes
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
