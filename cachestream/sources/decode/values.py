@@ -200,11 +200,21 @@ def _json_number(value: Any) -> Any:
 
 
 def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
-    """Decode a JSON object to a dict of its fields, or another value, as `json_field` does."""
+    """Decode a JSON object to a dict of its fields, or another value, as `json_field` does.
+
+    An array of objects is a list of such dicts.
+    """
     # The default leaves it to json.loads to tell UTF-8, UTF-16 and UTF-32 apart.
-    value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
+    try:
+        value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        raise ValueError(f"{error}; JSON Lines are read by open_source(…, format='lines')") from error
     if isinstance(value, dict):
         return {name: json_field(item) for name, item in value.items()}
+    if value and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return [{name: json_field(item) for name, item in record.items()} for record in value]
     return json_field(value)
 
 
@@ -265,10 +275,14 @@ def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: s
 
 def decode_fields(
     data: Buffer, extension: str, path: str, images: ImageOptions = UNCHANGED, encoding: str = "utf-8-sig"
-) -> dict[str, Any]:
-    """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own."""
-    value = decode_value(data, extension, path, images, encoding)
-    return value if isinstance(value, dict) else {kind_of(extension): value}
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own.
+
+    A JSON array of objects gives those of each.
+    """
+    value, kind = decode_value(data, extension, path, images, encoding), kind_of(extension)
+    is_whole = isinstance(value, dict) or (kind == "json" and isinstance(value, list))
+    return value if is_whole else {kind: value}
 
 
 _IMAGE_MAGIC: Final = (
