@@ -16,7 +16,7 @@ from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import ARROW_ENDINGS
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
-from cachestream.sources.decode.arrow import Batch
+from cachestream.sources.decode.arrow import Batch, expanded_bytes, load_arrow
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.decode.table_columns import ColumnOptions, table_rows
 from cachestream.sources.fields import Defaults
@@ -105,9 +105,10 @@ class ArrowSource(SampleFiles):
         try:
             reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(StreamFile(stream))
             columns, names = self._options.choose(reader.schema, where)
+            arrow = load_arrow()
             for batch in reader:
                 batch.validate(full=True)  # offsets that lead out of their buffer would be followed
-                step = max(1, batch.num_rows * BATCH_BYTES // max(1, batch.nbytes))
+                step = max(1, batch.num_rows * BATCH_BYTES // max(1, expanded_bytes(arrow, batch)))
                 for start in range(0, batch.num_rows, step):
                     part = batch.slice(start, step).select(list(names))
                     yield (part.num_rows, *columns.fields(part))

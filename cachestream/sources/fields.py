@@ -6,7 +6,7 @@ Nested values of Python objects become the same fields as columns of Parquet:
 |-|-|
 | dict | a field for each member, "name.member" |
 | list of numbers, nested too | an array |
-| list that holds texts or dicts | JSON text |
+| list that holds texts or dicts | JSON text; refused if it holds arrays, bytes or other values that JSON has not |
 | image in Hugging Face's layout, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
 | anything else, also None | unchanged |
 """
@@ -14,7 +14,6 @@ Nested values of Python objects become the same fields as columns of Parquet:
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from cachestream.config import check_mapping
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import decode_image
-from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.decode.values import decode_with, looks_like_image, to_json
 
 
 def check_columns(columns: Sequence[str] | None) -> None:
@@ -96,13 +95,20 @@ def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
     """Convert the fields of a dict by the table above; other samples are returned unchanged.
 
     `empty` has the values for empty lists, by field. None in place of a dict is left out where it has a
-    value for a member of the dict.
+    value for a member of the dict. Raises SampleError for two values of one field: "a.b" beside "a" with a "b".
     """
     if not isinstance(sample, Mapping) or not any(
         value is None or isinstance(value, Mapping | list) for value in sample.values()
     ):
         return sample
-    return dict(_flatten(sample, "", empty))
+    fields: dict[Any, Any] = {}
+    for name, value in _flatten(sample, "", empty):
+        if name in fields:
+            raise SampleError(
+                f"field '{name}' comes twice, by its own name and as a member of a dict: rename one of them"
+            )
+        fields[name] = value
+    return fields
 
 
 def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -128,9 +134,11 @@ def _list(name: Any, value: list[Any], if_empty: Any) -> Any:
     if not value and if_empty is not None:
         return if_empty
     try:
-        return json.dumps(value, ensure_ascii=False, default=str) if _holds_text(value) else value
+        return to_json(value) if _holds_text(value) else value
     except (TypeError, ValueError, RecursionError) as error:
-        raise SampleError(f"field '{name}' has no form as JSON: {error}") from error
+        raise SampleError(
+            f"field '{name}' has no form as JSON: {error}; return such values as fields of their own"
+        ) from error
 
 
 def _holds_text(value: list[Any]) -> bool:

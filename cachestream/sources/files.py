@@ -16,13 +16,13 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, FirstNames, Url
 from cachestream.listing.patterns import extension_of, is_image
 from cachestream.sources.base import check_unit
-from cachestream.sources.decode.images import Buffer, ImageOptions, Size
+from cachestream.sources.decode.images import Buffer, ImageOptions, Size, loss_of
 from cachestream.sources.decode.values import decode_fields
 from cachestream.sources.fields import Defaults, check_encoding
 from cachestream.sources.user_code import fingerprint_of, guard_user_code
 from cachestream.transport import object_limit
 from cachestream.transport.remote_errors import map_errors
-from cachestream.transport.remote_object import fetch
+from cachestream.transport.remote_object import RemoteObject, fetch
 
 if TYPE_CHECKING:
     from cachestream.listing.names import Names, Page
@@ -46,6 +46,8 @@ _PAIRED_FOLDERS: Final = re.compile(
 )
 _PAIRED_ENDING: Final = re.compile("[._-](masks?|segs?|segmentation|labels?|gt)$", re.IGNORECASE)
 _MOST_COMPARED: Final = 10_000  # files, whose names are compared
+_IMAGE_HEAD_BYTES: Final = 64 << 10
+_LOSSY: Final = (".png", ".tif", ".tiff")  # the endings of what depth and masks are kept in
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
 
@@ -54,7 +56,8 @@ class FileSource:
 
     A sample is a dict. Images (Pillow) have the field "image", uint8 `[3, H, W]` RGB; `.npy` "array"; `.npz`
     and objects in `.json` their own fields; text "text" (str); anything else "data" (bytes). The key is the
-    path below the common root of all files.
+    path below the common root of all files. An array of objects in `.json` is a sample for each of them, with
+    keys "path#number".
 
     label: "folder" gives images an int "label", the rank of their parent folder's name among the names of all
     folders with images (`label_names`), as torchvision's ImageFolder does; images that all lie in the root
@@ -128,6 +131,24 @@ class FileSource:
         self._label_index: dict[str, int] = {}  # of folders
         if self._labels is None and label == "folder":
             self._label_by(self._folders())
+        self._warn_of_loss()
+
+    def _warn_of_loss(self) -> None:
+        """Log a warning if the first file is an image whose values are not kept whole, as depth and masks."""
+        path, where = self._files.path(0), self._files.where(0)
+        if extension_of(self._files.key(0)) not in _LOSSY:
+            return
+        try:
+            loss = loss_of(RemoteObject(self._remote, path, where).head(_IMAGE_HEAD_BYTES))
+        except Exception:  # noqa: BLE001  of any driver; the read will report it
+            return
+        if loss:
+            logger.warning(
+                "%s %s; to keep the values of depth images and masks, open them in a torch Dataset, whose PIL "
+                "images are stored as numpy sees them",
+                where,
+                loss,
+            )
 
     def _keep_one_kind(self) -> None:
         if not self._files.is_searched:
@@ -245,7 +266,7 @@ class FileSource:
         return self._files.key(unit)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the one sample of the file `unit`. Raises the errors of `Source.read`."""
+        """Yield the sample of the file `unit`, or those of a JSON array. Raises the errors of `Source.read`."""
         key = self.key(unit)
         where = self._files.where(unit)
         extension = extension_of(key)
@@ -265,15 +286,20 @@ class FileSource:
                 f"{where}: is the server's page about a folder: end its URL with '/' to read its files"
             )
         with object_limit.applied(self._remote.max_object_bytes):
-            sample = decode_fields(data, extension, where, self._images, self._encoding)
+            found = decode_fields(data, extension, where, self._images, self._encoding)
+        label = {}
         if callable(self._label):
             with guard_user_code(f"label({key!r})"):
-                sample["label"] = self._label(key)
+                label["label"] = self._label(key)
         elif self._labels is not None:
-            sample["label"] = self._labels[unit]
+            label["label"] = self._labels[unit]
         elif folder is not None:
-            sample["label"] = self._label_index[folder]
-        yield key, self._defaults.fill(sample)
+            label["label"] = self._label_index[folder]
+        if isinstance(found, list):
+            for number, record in enumerate(found):
+                yield f"{key}#{number}", self._defaults.fill(record | label)
+        else:
+            yield key, self._defaults.fill(found | label)
 
     def __repr__(self) -> str:
         more = " and more" if self._files.is_open else ""

@@ -23,6 +23,7 @@ from cachestream.schema import IntArray
 from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
 from cachestream.sources.decode.arrow import Batch, Columns, load_arrow
 from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.decode.parquet_pages import LEAST_LIMIT_BYTES, PagedFile
 from cachestream.sources.decode.table_columns import ColumnOptions, same_columns, table_rows
 from cachestream.sources.fields import Defaults
 from cachestream.sources.hive import FolderColumns
@@ -42,15 +43,19 @@ PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
+EXPANDED_BYTES: Final = 256 << 20  # of a batch in which every value is the largest one of its dictionary
+# Bytes of a decoded value. A list of a million zeros takes a few bytes in its file.
+_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """One column of one row group: its bytes in the file, and its size when unpacked."""
+    """One column of one row group: its bytes in the file, and its size when unpacked and decoded, at least."""
 
     start: int
     stop: int
     unpacked_bytes: int
+    has_dictionary: bool  # of values of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,13 @@ class Footer:
         if start < len(_MAGIC) or nbytes < 0:
             where = self.file.shown
             raise SampleError(f"{where}: malformed: a column chunk of {nbytes} bytes at byte {start}")
-        return ColumnChunk(start, start + nbytes, max(0, column.total_uncompressed_size))
+        width = _WIDTHS.get(column.physical_type, 0)
+        return ColumnChunk(
+            start,
+            start + nbytes,
+            max(0, column.total_uncompressed_size, column.num_values * width),
+            has_dictionary=not width and bool(column.has_dictionary_page),
+        )
 
 
 class _UnreadableFile(SeekableFile):
@@ -174,6 +185,22 @@ class Footers:
         return last[1], last[2]
 
 
+def _batch_rows(file: PagedFile, chunks: Iterable[ColumnChunk], row_bytes: float) -> int:
+    """Return the number of rows that take about BATCH_BYTES, and EXPANDED_BYTES at most.
+
+    Values of a dictionary are decoded as often as they occur, and are in the file once.
+    """
+    largest = 0
+    for chunk in chunks:
+        found = file.dictionary_at(chunk.start, chunk.stop) if chunk.has_dictionary else None
+        if found is not None:
+            nbytes, count = found
+            row_bytes += nbytes / count
+            largest = max(largest, nbytes)
+    most = min(BATCH_BYTES / max(1.0, row_bytes), EXPANDED_BYTES / max(1, largest))
+    return max(1, min(MAX_BATCH_ROWS, int(most)))
+
+
 def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
     """Return the indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
     chosen = set(names)
@@ -196,8 +223,8 @@ class ParquetSource(SampleFiles):
     A sample is a dict of the columns: numbers with their own type, str, bytes, lists of numbers as
     arrays (nested ones, too), structs as fields "column.member", dates and times as int64 in the
     column's own unit (days, or since 1970 in UTC), decimals as float64, other lists and maps as JSON
-    text. Images in the layout of Hugging Face (a struct of "bytes" and "path") are decoded to uint8
-    `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
+    text, unless they hold binary. Images in the layout of Hugging Face (a struct of "bytes" and "path") are
+    decoded to uint8 `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
 
     Folders such as "label=cat/" name a column of their own, as in pyarrow: below the folder or wildcard given, or
     anywhere in the paths of a list of files. It is int64 if all its values are whole numbers, else str.
@@ -322,16 +349,19 @@ class ParquetSource(SampleFiles):
                 raise SampleError(str(error)) from error
         if footer.metadata.num_row_groups <= group or footer.metadata.row_group(group).num_rows != num_rows:
             raise SampleError(f"{where}: was replaced by another table; start again with a new source")
-        batches = self._batches(footer, group, where)
+        batches, left = self._batches(footer, group, where), num_rows
         while True:
             try:
                 with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
                     batch = next(batches, None)
-            except CacheStreamError:
+            except CacheStreamError as error:
                 self._footers.drop(index)  # it may have been replaced
+                if isinstance(error, SampleError):
+                    error.lost = max(1, left)
                 raise
             if batch is None:
                 return
+            left -= batch[0]
             yield batch
 
     def _batches(self, footer: Footer, group: int, where: str) -> Iterator[Batch]:
@@ -339,11 +369,12 @@ class ParquetSource(SampleFiles):
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)
         packed = sum(chunk.stop - chunk.start for chunk in chunks)
-        row_bytes = sum(chunk.unpacked_bytes for chunk in chunks) / max(
-            1, footer.metadata.row_group(group).num_rows
-        )
-        spans = [(chunk.start, chunk.stop) for chunk in chunks] if packed <= PREFETCH_BYTES else []
-        file = SeekableFile(footer.file, spans)
+        num_rows = max(1, footer.metadata.row_group(group).num_rows)
+        row_bytes = sum(chunk.unpacked_bytes for chunk in chunks) / num_rows
+        if row_bytes > LEAST_LIMIT_BYTES:
+            object_limit.check(int(row_bytes))
+        places = [(chunk.start, chunk.stop) for chunk in chunks]
+        file = PagedFile(footer.file, places if packed <= PREFETCH_BYTES else [], places)
         try:
             table = parquet.ParquetFile(
                 file,
@@ -353,7 +384,7 @@ class ParquetSource(SampleFiles):
                 page_checksum_verification=True,
             )
             for batch in table.iter_batches(
-                batch_size=max(1, min(MAX_BATCH_ROWS, int(BATCH_BYTES / max(1.0, row_bytes)))),
+                batch_size=_batch_rows(file, chunks, row_bytes),
                 row_groups=[group],
                 columns=list(footer.names),
                 use_threads=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import threading
@@ -26,6 +27,8 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError, Sourc
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
 from cachestream.transport.remote_object import RemoteObject, fetch, patiently
+
+logger = logging.getLogger("cachestream")
 
 T = TypeVar("T")
 MAX_CHUNK_BYTES: Final = 4 << 30
@@ -109,9 +112,30 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
     cachable = False
     async_impl = True
 
-    def __init__(self, remote: Remote, shown: str, max_bytes: int) -> None:
+    def __init__(self, remote: Remote, shown: str, max_bytes: int, absent: str) -> None:
         super().__init__(asynchronous=True)
-        self._remote, self._shown, self._max_bytes = remote, shown, max_bytes
+        self._remote, self._shown, self._max_bytes, self._absent = remote, shown, max_bytes, absent
+        self._denies_absent: bool | None = None
+
+    def _is_absent(self, error: Exception) -> bool:
+        """Return whether `error` says that an object is not there.
+
+        S3 answers 403 for one, unless its keys may be listed. Then it does so for the path `absent`, too.
+        """
+        kind = classify(error)
+        if kind == "denied" and self._denies_absent is None:
+            try:
+                patiently(lambda: RemoteObject(self._remote, self._absent, self._shown).head(1))
+                self._denies_absent = False
+            except Exception as other:  # noqa: BLE001  of any driver
+                self._denies_absent = classify(other) == "denied"
+            if self._denies_absent:
+                logger.warning(
+                    "%s: chunks to which access is denied are taken for absent and hold the fill value, as "
+                    "absent objects are denied here; let these credentials list the bucket to tell them apart",
+                    self._shown,
+                )
+        return kind == "missing" or (kind == "denied" and bool(self._denies_absent))
 
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
@@ -129,7 +153,7 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
         except CacheStreamError:
             raise
         except Exception as error:
-            if classify(error) == "missing":
+            if self._is_absent(error):
                 raise FileNotFoundError(path) from None
             with map_errors(self._shown, one_of_many=True, secrets=self._remote.secrets):
                 raise
@@ -181,7 +205,8 @@ class ZarrArray:
 
     def _open(self) -> Any:
         zarr = zarr_library()
-        files = _Files(self._remote, self.shown, self._max_bytes)
+        other = "zarr.json" if self._metadata.get("zarr_format") == 2 else ".zarray"  # of the other version
+        files = _Files(self._remote, self.shown, self._max_bytes, f"{self._path}/{other}")
         store = zarr.storage.FsspecStore(files, read_only=True, path=self._path)
         return zarr.AsyncArray(self._metadata, zarr.storage.StorePath(store))
 
@@ -197,18 +222,25 @@ class ZarrArray:
 
     def _read_metadata(self) -> dict[str, Any]:
         """Read the metadata document of the array. Raises SourceError if there is none."""
+        denied: list[Exception] = []
         for name in ("zarr.json", ".zarray"):
-            document = self._document(name)
+            document = self._document(name, denied)
             if document is not None and document.get("node_type") != "group":
                 return document
-        raise SourceError(f"{self.shown}: {self._describe_path()}")
+        group = self._document("zarr.json", denied) or self._document(".zgroup", denied)
+        if group is None and denied:
+            with map_errors(self.shown, secrets=self._remote.secrets):
+                raise denied[0]
+        raise SourceError(f"{self.shown}: {self._describe_group(group)}")
 
-    def _document(self, name: str) -> dict[str, Any] | None:
+    def _document(self, name: str, denied: list[Exception]) -> dict[str, Any] | None:
+        """Read a document; None if it is absent, or `denied`, to which the error is added."""
         file = RemoteObject(self._remote, f"{self._path}/{name}", self.shown)
         try:
             data = patiently(lambda: file.head(MAX_METADATA_BYTES + 1))
         except Exception as error:
-            if classify(error) == "missing":
+            if (kind := classify(error)) in ("missing", "denied"):
+                denied += [error] if kind == "denied" else []
                 return None
             with map_errors(self.shown, secrets=self._remote.secrets):
                 raise
@@ -218,12 +250,11 @@ class ZarrArray:
                 raise TypeError(f"a {type(found).__name__}")
         return found
 
-    def _describe_path(self) -> str:
-        """Describe a path that holds no array: nothing, or a group with the names of its arrays."""
-        group = self._document("zarr.json") or self._document(".zgroup")
+    def _describe_group(self, group: dict[str, Any] | None) -> str:
+        """Describe a path that holds no array: nothing, or a `group` with the names of its arrays."""
         if group is None:
             return "no Zarr array here (neither zarr.json nor .zarray); check the path"
-        consolidated = group.get("consolidated_metadata") or self._document(".zmetadata") or {}
+        consolidated = group.get("consolidated_metadata") or self._document(".zmetadata", []) or {}
         names = {
             str(key).removesuffix("/.zarray")
             for key, item in consolidated.get("metadata", {}).items()

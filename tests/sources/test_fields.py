@@ -167,9 +167,3 @@ def test_the_advice_of_a_mismatch_names_what_the_source_takes(source: str, words
     assert options == set(words)
     assert "transform=" in advice
     assert "transform=" not in remedy_for_skipped([FailureRow("sample", "torn", 3, "a")], source)
-
-
-def test_a_list_that_has_no_form_as_json_makes_its_sample_unusable() -> None:
-    source = cs.DatasetSource([{"a": [{(1, 2): 3}]}])
-    with pytest.raises(cs.SampleError, match="field 'a' has no form as JSON: keys must be"):
-        list(source.read(0, RNG))

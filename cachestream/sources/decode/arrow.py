@@ -6,10 +6,11 @@
 | decimal | float64 |
 | date, time, timestamp, duration | int64, in the column's own unit (days for date32), since 1970 in UTC |
 | string; binary | str; bytes |
-| (nested) list, fixed-size list, tensor of numbers | an array |
+| (nested) list, fixed-size list, tensor of numbers, decimals or times | an array |
 | struct | one field for each member, "column.member" |
 | struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
-| other lists, map | JSON text |
+| other lists, map | JSON text, with the numbers above in place of decimals and times |
+| lists and maps that hold binary | refused |
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import numpy.typing as npt
 from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import decode_image
-from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.decode.values import decode_with, looks_like_image, to_json
+from cachestream.transport import object_limit
 
 if TYPE_CHECKING:
     from cachestream.sources.decode.table_columns import ColumnOptions
@@ -126,11 +128,19 @@ class Columns:
                     f"column '{name}' holds {values.dtype}: {instead!r} cannot stand for its nulls ({error}); "
                     "give another value in fields= or nulls="
                 ) from error
-        if not array.null_count:
+        most, large = object_limit.limit_bytes(), list[int]()
+        if array.nbytes > most:
+            large = [row for row in range(len(array)) if array.slice(row, 1).nbytes > most]
+        if not (array.null_count or large):
             return values
         found = list(values)
         for row in _null_positions(array):
             found[row] = instead
+        for row in large:
+            try:
+                object_limit.check(array.slice(row, 1).nbytes)
+            except object_limit.TooLargeError as error:
+                found[row] = Unusable(f"column '{name}' holds {error}")
         return found
 
     def _plain(self, name: str, array: Any) -> Values:
@@ -139,14 +149,8 @@ class Columns:
         kind = array.type
         if types.is_null(kind):
             return [None] * len(array)
-        if types.is_temporal(kind):
-            # pyarrow does not cast 32-bit dates and times to int64 directly.
-            wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
-            array = array.cast(wide).cast(arrow.int64())
-        elif types.is_decimal(kind):
-            array = array.cast(arrow.float64())
-        if types.is_boolean(kind) or types.is_primitive(array.type):
-            return _numbers(array)
+        if _is_numeric(types, kind):
+            return _numbers(_as_numbers(arrow, array))
         if _is_text(types, kind):
             return list(array.to_pylist())
         if _is_binary(types, kind):
@@ -155,8 +159,11 @@ class Columns:
             return list(array.to_pylist())
         if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):
             return nested(arrow, array, name)
-        if types.is_map(kind) or (_is_list(types, kind) and not _holds_binary(types, kind)):
-            return [_as_json(name, one) for one in array.to_pylist()]
+        leaves = list(_leaves(types, kind))
+        if (types.is_map(kind) or _is_list(types, kind)) and all(_has_json(types, leaf) for leaf in leaves):
+            is_plain = not any(types.is_decimal(leaf) or _is_time(types, leaf) for leaf in leaves)
+            values = array.to_pylist() if is_plain else [_json_value(types, one) for one in array]
+            return [_as_json(name, one) for one in values]
         raise SampleError(f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]")
 
     def _decode_files(self, name: str, array: Any) -> Values:
@@ -237,18 +244,58 @@ def _innermost(types: Any, kind: Any) -> Any:
 
 
 def _is_numeric(types: Any, kind: Any) -> bool:
-    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+    return (
+        bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+        or types.is_decimal(kind)
+        or _is_time(types, kind)
+    )
 
 
-def _holds_binary(types: Any, kind: Any) -> bool:
-    if _is_list(types, kind):
-        return _holds_binary(types, kind.value_type)
-    if types.is_struct(kind):
-        return any(_holds_binary(types, member.type) for member in kind)
-    return _is_binary(types, kind)
+def _is_time(types: Any, kind: Any) -> bool:
+    return bool(types.is_temporal(kind)) and not _is_one_of(types, kind, "is_interval")
+
+
+def _leaves(types: Any, kind: Any) -> Iterator[Any]:
+    """Yield the types of the values in lists, maps and structs; a struct of two members of one name itself."""
+    if _is_list(types, kind) or types.is_dictionary(kind):
+        yield from _leaves(types, kind.value_type)
+    elif types.is_map(kind):
+        yield from _leaves(types, kind.key_type)
+        yield from _leaves(types, kind.item_type)
+    elif types.is_struct(kind) and len({member.name for member in kind}) == kind.num_fields:
+        for member in kind:
+            yield from _leaves(types, member.type)
+    else:
+        yield kind
+
+
+def _has_json(types: Any, leaf: Any) -> bool:
+    return types.is_null(leaf) or _is_text(types, leaf) or _is_numeric(types, leaf)
 
 
 # --- values ------------------------------------------------------------------------------------
+
+
+def _as_numbers(arrow: Any, array: Any) -> Any:
+    """Return decimals as float64, and times as int64 in their own unit; other numbers unchanged."""
+    kind = array.type
+    if arrow.types.is_temporal(kind):
+        # pyarrow does not cast 32-bit dates and times to int64 directly.
+        wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
+        return array.cast(wide).cast(arrow.int64())
+    return array.cast(arrow.float64()) if arrow.types.is_decimal(kind) else array
+
+
+def expanded_bytes(arrow: Any, batch: Any) -> int:
+    """Return the most bytes that a record batch takes when the values of its dictionaries are written out."""
+    nbytes = int(batch.nbytes)
+    for column in batch.columns:
+        if arrow.types.is_dictionary(column.type):
+            values = column.dictionary
+            if _is_text(arrow.types, values.type) or _is_binary(arrow.types, values.type):
+                lengths = arrow.compute.binary_length(values)
+                nbytes += len(column) * (arrow.compute.max(lengths).as_py() or 0)
+    return nbytes
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
@@ -268,9 +315,27 @@ def _buffers(array: Any) -> Iterator[memoryview | None]:
 
 def _as_json(name: str, value: Any) -> Any:
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return to_json(value)
     except (TypeError, ValueError, RecursionError) as error:
         return Unusable(f"column '{name}' has no form as JSON: {error}")
+
+
+def _json_value(types: Any, value: Any) -> Any:
+    """Return an Arrow scalar as values of JSON; a map as a list of pairs."""
+    kind = value.type
+    if not value.is_valid:
+        return None
+    if types.is_dictionary(kind):
+        return _json_value(types, value.value)
+    if types.is_map(kind):
+        return [[_json_value(types, one) for one in pair.values()] for pair in value.values]
+    if _is_list(types, kind):
+        return [_json_value(types, one) for one in value.values]
+    if types.is_struct(kind):
+        return {name: _json_value(types, one) for name, one in value.items()}
+    if types.is_decimal(kind):
+        return float(value.as_py())
+    return value.value if types.is_temporal(kind) else value.as_py()
 
 
 def nested(arrow: Any, array: Any, name: str) -> Values:
@@ -289,7 +354,7 @@ def nested(arrow: Any, array: Any, name: str) -> Values:
         ends.append(np.concatenate([[0], np.cumsum(length)]))
         array = array.flatten()
     null_positions.append(_null_positions(array))
-    values = _numbers(array)
+    values = _numbers(_as_numbers(arrow, array))
     bad = _rows_at(null_positions, ends)
     if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
         return values.reshape(

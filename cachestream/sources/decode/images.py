@@ -52,6 +52,9 @@ MALFORMED: Final = (
     Warning,  # Pillow's, if the user turns warnings into errors
 )
 _ORIENTATION_TAG: Final = 0x0112
+_PNG_MAGIC: Final = b"\x89PNG\r\n\x1a\n"
+_PNG_TEXTS: Final = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_PNG_ORIENTATIONS: Final = (b"Raw profile type exif", b"XML:com.adobe.xmp")  # texts that tell what is up
 _TRANSPOSE: Final[dict[int, Image.Transpose]] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -189,6 +192,32 @@ UNCHANGED: Final = ImageOptions()
 
 def decode_image(data: Buffer, options: ImageOptions = UNCHANGED) -> Pixels:
     """Decode the first frame to uint8 `[3, H, W]` RGB, contiguous, turned upright by its EXIF orientation."""
+    try:
+        return _decode(data, options)
+    except ValueError:
+        # Pillow refuses a PNG for texts and profiles of more than 1 MiB, in a limit of the whole process.
+        plain = _without_texts(data)
+        if plain is None:
+            raise
+    return _decode(plain, options)
+
+
+def _without_texts(data: Buffer) -> bytes | None:
+    """Return a PNG without its texts and its colour profile, but for EXIF and XMP; None if it has none."""
+    view, at, kept = memoryview(data), len(_PNG_MAGIC), [_PNG_MAGIC]
+    if bytes(view[:at]) != _PNG_MAGIC:
+        return None
+    while at < len(view):
+        stop = at + 12 + int.from_bytes(view[at : at + 4], "big")
+        kind, beginning = bytes(view[at + 4 : at + 8]), bytes(view[at + 8 : at + 32])
+        if kind not in _PNG_TEXTS or beginning.startswith(_PNG_ORIENTATIONS):
+            kept.append(bytes(view[at:stop]))
+        at = stop
+    plain = b"".join(kept)
+    return plain if len(plain) < len(view) else None
+
+
+def _decode(data: Buffer, options: ImageOptions) -> Pixels:
     with tracing.span("decode"), Image.open(io.BytesIO(data), formats=_formats()) as image:
         _check_pixels(image.width, image.height)
         if image.format == "TIFF":
@@ -210,6 +239,20 @@ def decode_image(data: Buffer, options: ImageOptions = UNCHANGED) -> Pixels:
             image.draft(None, (width // scale, height // scale))
         rgb = _to_rgb(image) if found is None else Image.fromarray(found)
         return _finish(rgb, (width / scale, height / scale), size, orientation, options)
+
+
+def loss_of(head: Buffer) -> str:
+    """Return the part of an image's values that RGB of 8 bits lacks, by the file's `head`; "" if none is known."""
+    try:
+        with Image.open(io.BytesIO(head), formats=_formats()) as image:
+            mode = image.mode
+    except MALFORMED:
+        return ""
+    if mode.startswith("I"):
+        return "has 16 bits or more a pixel, of which the upper 8 of 16 are kept"
+    return (
+        "has a palette: its colours are kept, and the numbers of the colours are not" if mode == "P" else ""
+    )
 
 
 def decode_raw_image(mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions) -> Pixels:

@@ -143,7 +143,19 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
         array = np.array(value, dtype)
     except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
         return None
-    return array
+    return array if holds_integers_of(value, array) else None
+
+
+def holds_integers_of(value: Any, array: npt.NDArray[Any]) -> bool:
+    """Return whether `array`, made of the list `value`, holds all integers in it exactly.
+
+    Beside floats, and beside unsigned ones, integers become floats, which are exact up to 2**53.
+    """
+    if array.dtype != np.float64 or not (np.abs(array) >= 2.0**53).any():
+        return True
+    if isinstance(value, list | tuple):
+        return all(holds_integers_of(item, array) for item in value)
+    return not isinstance(value, int | np.integer) or int(float(value)) == int(value)
 
 
 def decode_json_value(data: Buffer) -> Any:
@@ -152,19 +164,57 @@ def decode_json_value(data: Buffer) -> Any:
 
 
 def json_field(value: Any) -> Any:
-    """Return a number, bool or str unchanged, a rectangular list of numbers as an array, else JSON."""
-    if isinstance(value, bool | int | float | str):
+    """Return a number, bool, str or None unchanged, a rectangular list of numbers as an array, else JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     array = _numbers(value) if isinstance(value, list) else None
     return json.dumps(value, ensure_ascii=False) if array is None else array
 
 
+def to_json(value: Any) -> str:
+    """Return the JSON text of nested values, in which numbers of numpy are numbers.
+
+    Raises TypeError or ValueError for what JSON cannot hold, such as arrays, bytes, dates, and keys that are
+    no texts.
+    """
+    _check_keys(value)
+    return json.dumps(value, ensure_ascii=False, default=_json_number)
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no text")
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for item in value:
+        _check_keys(item)
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, np.bool_ | np.integer | np.floating) and value.itemsize <= 8:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+
+
 def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
-    """Decode a JSON object to a dict of its fields, or another value, as `json_field` does."""
+    """Decode a JSON object to a dict of its fields, or another value, as `json_field` does.
+
+    An array of objects is a list of such dicts.
+    """
     # The default leaves it to json.loads to tell UTF-8, UTF-16 and UTF-32 apart.
-    value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
+    try:
+        value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        raise ValueError(f"{error}; JSON Lines are read by open_source(…, format='lines')") from error
     if isinstance(value, dict):
         return {name: json_field(item) for name, item in value.items()}
+    if value and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return [{name: json_field(item) for name, item in record.items()} for record in value]
     return json_field(value)
 
 
@@ -225,10 +275,14 @@ def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: s
 
 def decode_fields(
     data: Buffer, extension: str, path: str, images: ImageOptions = UNCHANGED, encoding: str = "utf-8-sig"
-) -> dict[str, Any]:
-    """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own."""
-    value = decode_value(data, extension, path, images, encoding)
-    return value if isinstance(value, dict) else {kind_of(extension): value}
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own.
+
+    A JSON array of objects gives those of each.
+    """
+    value, kind = decode_value(data, extension, path, images, encoding), kind_of(extension)
+    is_whole = isinstance(value, dict) or (kind == "json" and isinstance(value, list))
+    return value if is_whole else {kind: value}
 
 
 _IMAGE_MAGIC: Final = (

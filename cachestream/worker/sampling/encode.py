@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import SampleError
+from cachestream.errors import SampleError, SchemaMismatchError
 from cachestream.schema import BFLOAT16, STORAGE, Container, Field, FieldKind, Schema
 from cachestream.sources.base import Rows
+from cachestream.sources.decode.values import holds_integers_of
 
 BytesLike = bytes | npt.NDArray[np.uint8]
 
@@ -23,6 +24,7 @@ MOST_SAMPLES: Final = 64  # of a chunk
 MOST_BYTES: Final = 256 * 1024
 LONGEST_S: Final = 0.01  # shorter than this, threads that wait for the interpreter would send single samples
 _NUMBERS: Final = (np.generic, int, float)
+_PLAIN: Final = frozenset({bool, int, float, complex, str, bytes})
 _SCHEMAS: Final = 4096  # cached, for fields whose shape varies from sample to sample
 
 
@@ -69,13 +71,26 @@ class Table:
         return Table(self.schema, [self.keys[i] for i in indices], tuple(columns))
 
     def converted(self, schema: Schema) -> Table:
-        """The samples as of `schema`, which has floats in place of integers."""
+        """The samples as of `schema`, which has floats in place of integers.
+
+        Raises SchemaMismatchError for integers that the floats do not hold exactly.
+        """
         columns = list(self.columns)
         for i, (old, new) in enumerate(zip(self.schema.fields, schema.fields, strict=True)):
             if old.dtype != new.dtype:
                 data = np.frombuffer(joined(columns[i]), np.uint8).reshape(len(self), -1)
                 numbers = data.view(np.dtype(old.dtype).newbyteorder("<"))
-                columns[i] = numbers.astype(np.dtype(new.dtype).newbyteorder("<")).view(np.uint8)
+                floats = numbers.astype(np.dtype(new.dtype).newbyteorder("<"))
+                with np.errstate(invalid="ignore"):
+                    if (
+                        old.dtype.startswith(("int", "uint"))
+                        and (floats.astype(numbers.dtype) != numbers).any()
+                    ):
+                        raise SchemaMismatchError(
+                            f"field '{old.name}': {new.dtype} in the cache, and the sample has integers of "
+                            f"{old.dtype} that no {new.dtype} holds exactly"
+                        )
+                columns[i] = floats.view(np.uint8)
         return Table(schema, self.keys, tuple(columns))
 
 
@@ -171,7 +186,7 @@ def _value(name: str, value: Any) -> _Value:
         return "bytes", "uint8", (), value
     if isinstance(value, _NUMBERS):  # np.str_ and np.bytes_ are str and bytes: handled above
         return _array(name, value)
-    if isinstance(value, bytearray | memoryview):
+    if isinstance(value, bytearray) or (isinstance(value, memoryview) and value.format in ("B", "b", "c")):
         return "bytes", "uint8", (), bytes(value)
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         return _tensor(name, value)
@@ -197,10 +212,17 @@ def _tensor(name: str, tensor: Any) -> _Value:
 
 
 def _array(name: str, value: Any) -> _Value:
+    if type(value) is not np.ndarray and (loss := _loss(value)):
+        raise SampleError(f"field '{name}' is {_describe(value)} {loss}")
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last one is torch's
         raise SampleError(f"field '{name}' is {_describe(value)} that makes no array ({error})") from error
+    if isinstance(value, list | tuple) and not holds_integers_of(value, array):
+        raise SampleError(
+            f"field '{name}' is {_describe(value)} of integers that no float64 holds exactly: store them as an "
+            "array of int64 or uint64"
+        )
     dtype = torch_name(array.dtype)
     if dtype is None:
         raise SampleError(
@@ -211,6 +233,30 @@ def _array(name: str, value: Any) -> _Value:
     if array.nbytes <= SMALL_BYTES:
         return "tensor", dtype, array.shape, array.tobytes()
     return "tensor", dtype, array.shape, _bytes_of(np.ascontiguousarray(array))
+
+
+def _loss(value: Any) -> str:
+    """The part of `value` that an array of its numbers would lack, and the remedy; "" if there is none."""
+    if isinstance(value, _NUMBERS):
+        return ""
+    if isinstance(value, list | tuple):
+        if {*map(type, value)} <= _PLAIN:
+            return ""
+        return next((loss for item in value if (loss := _loss(item))), "")
+    kind = type(value)
+    if isinstance(value, np.ma.MaskedArray):
+        masked = np.ma.is_masked(value)
+        return "with a mask: store .filled(…), and .mask as a field of its own" if masked else ""
+    if hasattr(kind, "columns") or hasattr(kind, "column_names"):
+        return "with named columns: store a dict of them"
+    unit = next((str(getattr(value, name)) for name in ("unit", "units") if hasattr(kind, name)), "")
+    if unit not in ("", "None", "dimensionless"):
+        return f"with the unit {unit}: store the numbers alone, in one unit"
+    count = getattr(value, "null_count", 0)  # of pyarrow, a method in polars
+    is_extension = hasattr(value, "isna") and not isinstance(getattr(value, "dtype", None), np.dtype)
+    if (count() if callable(count) else count) or (is_extension and value.isna().any()):
+        return "with nulls: fill them with a number, or store where they are as a field of its own"
+    return ""
 
 
 @functools.lru_cache(maxsize=_SCHEMAS)
@@ -263,6 +309,8 @@ def _column(
         if all(isinstance(value, bytes) for value in values):
             return Field(name, "bytes", "uint8", 1, None), list(values)  # type: ignore[arg-type]
         raise SampleError(f"field '{name}': rows hold arrays, or lists of str alone or bytes alone")
+    if type(values) is not np.ndarray and (loss := _loss(values)):
+        raise SampleError(f"field '{name}' is {_describe(values)} {loss}")
     dtype = torch_name(values.dtype)
     if dtype is None:
         raise SampleError(f"field '{name}' is an array of dtype {values.dtype}: store numbers or bools")

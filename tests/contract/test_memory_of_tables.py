@@ -1,0 +1,88 @@
+"""A value of a table takes no more memory than one object may, however few bytes it has in its file."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import cachestream as cs
+
+_MAKE = """
+import sys
+import numpy as np, pyarrow as pa, pyarrow.ipc, pyarrow.parquet as pq
+path, what = sys.argv[1:]
+few, large = [b"b"] * 5, bytes(300_000_000)
+if what == "nested":
+    column = pa.array([np.zeros(50_000_000, np.int64)], pa.list_(pa.int64()))
+elif what in ("repeated", "categories"):
+    column = pa.DictionaryArray.from_arrays(np.zeros(4096, np.int32), pa.array([bytes(900_000)]))
+else:
+    column = pa.array([*few, large, *few], pa.large_binary())
+if what == "in a list":
+    column = pa.ListArray.from_arrays(list(range(12)), column.cast(pa.string()))
+if what == "among many":
+    column = pa.array([*few * 200, large, *few * 200])
+table = pa.table({"x": column})
+if path.endswith(".arrow"):
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+else:
+    pq.write_table(table, path, compression="zstd")
+"""
+_READ = """
+import json, resource, sys
+import numpy as np
+import cachestream as cs
+source = cs.open_source(sys.argv[1], max_object_size="20MB")
+num_rows, reason, lost = 0, "", 0
+try:
+    for _, sample in source.read(0, np.random.default_rng(0)):
+        num_rows += 1
+except cs.SampleError as error:
+    reason, lost = str(error), error.lost
+print(json.dumps([num_rows, lost, reason, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+"""
+
+
+def outcome(tmp_path: Path, what: str, ending: str = "parquet") -> tuple[int, int, str, float]:
+    """Return the numbers of rows that were read and lost, the reason, and the most memory that it took, in MiB."""
+    path = str(tmp_path / f"x.{ending}")
+    subprocess.run([sys.executable, "-c", _MAKE, path, what], check=True)
+    found = subprocess.run([sys.executable, "-c", _READ, path], check=True, capture_output=True)
+    num_rows, lost, reason, mib = json.loads(found.stdout)
+    return num_rows, lost, reason, mib
+
+
+@pytest.mark.parametrize("what", ["in a dictionary", "nested", "in a list", "among many"])
+def test_a_value_above_the_bound_is_refused_before_it_takes_memory(tmp_path: Path, what: str) -> None:
+    num_rows, lost, reason, mib = outcome(tmp_path, what)
+    assert "more than 20 MB in one object; raise max_object_size=" in reason
+    assert num_rows + lost == {"nested": 1, "among many": 2001}.get(what, 11)
+    assert mib < 500
+
+
+@pytest.mark.parametrize(("what", "ending"), [("repeated", "parquet"), ("categories", "arrow")])
+def test_a_value_that_a_dictionary_repeats_is_written_out_for_a_few_rows_at_a_time(
+    tmp_path: Path, what: str, ending: str
+) -> None:
+    num_rows, _, reason, mib = outcome(tmp_path, what, ending)
+    assert (num_rows, reason) == (4096, "")
+    assert mib < 500
+
+
+def test_rows_whose_value_is_above_the_bound_are_counted_and_the_others_are_read(tmp_path: Path) -> None:
+    values: list[Any] = [b"a" * (3_000_000 if i % 4 == 1 else 10) for i in range(8)]
+    pq.write_table(pa.table({"x": values, "l": [[one.decode()] for one in values]}), tmp_path / "x.parquet")
+    cache = cs.Cache(tmp_path / "cache", size_limit="10MB")
+    source = cs.open_source(str(tmp_path / "x.parquet"), max_object_size="2MB")
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        worker.wait(timeout_s=60)
+    assert cache.num_samples == 6
+    (failure,) = cache.status().failures
+    assert failure.count == 2
+    assert "column 'x' holds more than 2 MB in one object; raise max_object_size=" in failure.reason
