@@ -148,7 +148,7 @@ class Manifest:
 
     def __repr__(self) -> str:
         named = {"column": self.column, "label": self.label}
-        chosen = "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
+        chosen = "".join(f", {name}={redact(value)!r}" for name, value in named.items() if value is not None)
         base = "" if self.base is None else f", base={redact(os.fspath(self.base))!r}"
         return f"Manifest({self.shown!r}{chosen}{base})"
 

@@ -117,7 +117,7 @@ def storage_that_keeps_it_packed(packed: bytes, name: str) -> Iterator[dict[str,
     class Storage(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_data = "alt=media" in self.path
-            listed = about if self.path.split("?")[0].endswith(name) else {"items": []}
+            listed: dict[str, Any] = about if self.path.split("?")[0].endswith(name) else {"items": []}
             body = packed if is_data else json.dumps(listed).encode()
             self.send_response(200)
             if is_data:
