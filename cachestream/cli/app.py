@@ -96,7 +96,8 @@ def _open(path: str) -> Cache:
                 os.stat(file)  # unlike os.path.exists raises where this user has no access
                 break
         else:
-            raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
+            shown = redact(path)  # a URL in a cache's place may hold a password
+            raise ConfigError(f"{shown} holds no cache; 'cachestream worker SOURCE {shown}' makes one")
     return Cache(path)
 
 

@@ -108,7 +108,7 @@ class FileList:
                 self._listing = first or self._list_all(patterns, preferred, recursive)
             self.identity = _identity(patterns, self._wanted, recursive)
         self._secret_names: Names | None = None
-        if self.remote.is_web and any("?" in name or "@" in name for name in self.names):
+        if self.remote.has_queries and any("?" in name or "@" in name for name in self.names):
             self._secret_names = self.names
             self._listing = replace(self._listing, names=Names(map(public_name, self.names)))
         root = self._listing.root
@@ -235,7 +235,7 @@ class FileList:
 
     def key_of(self, name: str) -> str:
         """Return the key of the file with this name below the root."""
-        if self.remote.is_web:
+        if self.remote.has_queries:
             name = name.partition("?")[0]
         if "?" in name or "://" in name:
             name = redact(name)

@@ -148,7 +148,7 @@ class Manifest:
 
     def __repr__(self) -> str:
         named = {"column": self.column, "label": self.label}
-        chosen = "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
+        chosen = "".join(f", {name}={redact(value)!r}" for name, value in named.items() if value is not None)
         base = "" if self.base is None else f", base={redact(os.fspath(self.base))!r}"
         return f"Manifest({self.shown!r}{chosen}{base})"
 
@@ -161,11 +161,10 @@ class Manifest:
     def identity(self) -> tuple[str, ...]:
         """The parts of a fingerprint that name the list."""
         named = {"column": self.column, "label": self.label, "base": self.base}
-        where = absolute(os.fspath(self.url))
-        return (
-            redact(f"manifest:{where}"),
-            *(redact(f"{name}={os.fspath(value)}") for name, value in named.items() if value is not None),
-        )
+        # Redacted by themselves: behind a prefix they would not be known as URLs.
+        where = redact(absolute(os.fspath(self.url)))
+        chosen = (f"{name}={redact(os.fspath(value))}" for name, value in named.items() if value is not None)
+        return (f"manifest:{where}", *chosen)
 
     def __iter__(self) -> Iterator[str]:
         return (url for url, _ in self.rows())
@@ -216,7 +215,8 @@ class Manifest:
             return self._parquet(file)
         delimiter = _TABLES.get(self._ending.removesuffix(".gz")[-4:])
         if delimiter is not None:
-            return self._table(csv.reader(_lines(file), delimiter=delimiter, skipinitialspace=True))
+            rows = csv.reader(_lines(file), delimiter=delimiter, skipinitialspace=True)
+            return self._table(_of_one_line(rows))
         names = (line.strip() for line in _lines(file))
         return ((name, None) for name in names if name and not name.startswith("#"))
 
@@ -270,7 +270,7 @@ class Manifest:
                 shown = ", ".join(redact(known) for known in names[:20])
                 raise ConfigError(
                     f"{self.shown}: give {option}= one of its columns: {shown}"
-                    + ("" if name is None else f" (not {name!r})")
+                    + ("" if name is None else f" (not {redact(name)!r})")
                 )
         assert column is not None
         return names.index(column), -1 if self.label is None else names.index(self.label)
@@ -281,6 +281,14 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
         if len(line) == _LONGEST_LINE:
             raise ValueError(f"a line has {_LONGEST_LINE:,} characters and more")
         yield line
+
+
+def _of_one_line(rows: Any) -> Iterator[list[str]]:
+    """Yield the `rows` of a csv.reader. Raises ValueError where a quote takes several lines into a value."""
+    for number, row in enumerate(rows, 1):
+        if rows.line_num != number:
+            raise ValueError(f"row {number}: a quote takes the line after it into its value")
+        yield row
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class CacheSource(SampleFiles):
         given: Any = url
         if not isinstance(given, str | os.PathLike) or not os.fspath(given):
             raise ConfigError(
-                f"CacheSource takes the path or URL of one cache, not {given!r}; several are read by mix()"
+                f"CacheSource takes the path or URL of one cache, not a {type(given).__name__}; several are read by mix()"
             )
         files = _list_shards(os.fspath(url).rstrip("/"), storage_options)
         self.cache_folder = os.path.realpath(f"{files.path(0)}/../..") if files.remote.is_local else None

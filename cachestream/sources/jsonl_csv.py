@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import codecs
 import csv
-import inspect
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -141,9 +140,11 @@ class LinesSource(SampleFiles):
         """
         delimiter, where = self._delimiter(index), self._files.where(index)
         with self._open(index) as stream:
-            rows = self._csv_reader(_lines(decompressed(stream)), delimiter)
+            taken = list[str]()
+            rows = self._csv_reader(_lines(decompressed(stream)), delimiter, taken)
             try:
-                names = next(filter(None, rows), [])
+                names = _names_of_columns(rows, taken, delimiter)
+                taken.clear()
                 first = list(islice(rows, _ROWS_FOR_TYPES))
             except (ValueError, csv.Error) as error:
                 raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
@@ -186,8 +187,8 @@ class LinesSource(SampleFiles):
         self, stream: Stream, begin: int, end: int | None, problems: Problems
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         lines = _lines(stream)
-        if begin:
-            next(lines, None)
+        if begin and next(lines, None) is None:
+            raise _cut_short(stream, begin)
         for at, line in lines:
             if end is not None and at >= end:
                 return
@@ -202,35 +203,72 @@ class LinesSource(SampleFiles):
             if self._chosen is not None:
                 sample = {name: value for name, value in sample.items() if self._is_chosen(name)}
             yield at, sample
+        if end is not None and stream.position < end:
+            raise _cut_short(stream, end)
 
     def _rows(
         self, stream: Stream, delimiter: str, problems: Problems
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        lines = _lines(stream)
-        rows = self._csv_reader(lines, delimiter)
+        taken = list[str]()  # the lines of the record that was read last
+        rows = self._csv_reader(_lines(stream), delimiter, taken)
         try:
-            names = next(filter(None, rows), [])
+            names = _names_of_columns(rows, taken, delimiter)
         except (ValueError, csv.Error) as error:
-            problems.add(f"the names of the columns: {error}")
+            problems.add(f"the names of the columns: {error}", max(1, len(taken)))
             return
         chosen = [(i, name) for i, name in enumerate(names) if self._is_chosen(name)]
         number = -1
         while True:
-            number += 1
+            taken.clear()
             try:
                 row = next(rows, None)
                 if row is None:
                     return
-                if not row:
-                    continue
-                # The reader asks for a further line only within quotes.
-                if inspect.getgeneratorstate(lines) == inspect.GEN_CLOSED:
-                    raise csv.Error("a quote is left open, and the rest of the file belongs to its value")
-                if len(row) != len(names):
-                    raise ValueError(f"{len(row)} values for {len(names)} columns")
-                yield number, {name: self._typed(name, row[i]) for i, name in chosen}
+                # A quote at the begin of a value may be a sign, which takes the rows up to the next one into it.
+                found = self._taken_apart(row, taken, names, delimiter) if _may_be_open(taken) else (row,)
             except (ValueError, csv.Error) as error:
-                problems.add(f"row {number}: {error}")
+                number += 1
+                problems.add(f"row {number}: {error}", max(1, len(taken)))
+                continue
+            for row in found:
+                number += 1
+                try:
+                    if len(row) != len(names) and row:
+                        raise ValueError(f"{len(row)} values for {len(names)} columns")
+                    if row:
+                        yield number, {name: self._typed(name, row[i]) for i, name in chosen}
+                except ValueError as error:
+                    problems.add(f"row {number}: {error}")
+
+    def _taken_apart(
+        self, row: list[str], lines: list[str], names: list[str], delimiter: str
+    ) -> Sequence[list[str]]:
+        """Return the rows in the `lines` of a record: `row`, or each line where all are rows by themselves.
+
+        Raises csv.Error where rows seem to be lost in a value, but which is not certain.
+        """
+        is_sound = _is_sound(lines, delimiter)
+        if is_sound and len(lines) == 1:
+            return (row,)
+        alone = [line.rstrip("\r\n").split(delimiter) for line in lines]
+        num_rows = sum(self._is_row(values, names) for values in alone)
+        # In a sound table of texts alone, a line with as many commas may belong to a value.
+        is_telling = len(names) > 1 and (delimiter == "\t" or {*self._types.values()} != {str})
+        if num_rows == len(lines) and (is_telling or not is_sound):
+            return alone
+        if not is_sound or (is_telling and 2 * num_rows > len(lines)):
+            raise csv.Error(
+                f"a quote takes {len(lines)} lines into one value; where it is a sign, write it twice, within quotes"
+            )
+        return (row,)
+
+    def _is_row(self, values: list[str], names: list[str]) -> bool:
+        try:
+            for name, text in zip(names, values, strict=True):
+                self._typed(name, text)
+        except ValueError:
+            return False
+        return True
 
     def _typed(self, name: str, text: str) -> Any:
         kind = self._types.get(name, str)
@@ -247,13 +285,18 @@ class LinesSource(SampleFiles):
                 "a default in fields= says its type"
             ) from None
 
-    def _csv_reader(self, lines: Iterator[tuple[int, bytes]], delimiter: str) -> Iterator[list[str]]:
+    def _csv_reader(
+        self, lines: Iterator[tuple[int, bytes]], delimiter: str, taken: list[str]
+    ) -> Iterator[list[str]]:
+        """Return a reader of rows, which adds the lines that it takes to `taken`."""
         csv.field_size_limit(max(MAX_FIELD, csv.field_size_limit()))  # of the process; 128 KiB by default
-        # Not a generator, which would end at the first line that cannot be decoded.
-        return csv.reader(map(self._decoded, lines), delimiter=delimiter)
 
-    def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
-        return numbered_line[1].decode(self._encoding)
+        def decoded(numbered_line: tuple[int, bytes]) -> str:
+            taken.append(line := numbered_line[1].decode(self._encoding))
+            return line
+
+        # Not a generator, which would end at the first line that cannot be decoded.
+        return csv.reader(map(decoded, lines), delimiter=delimiter)
 
 
 def _other_delimiter(rows: list[list[str]], delimiter: str) -> str:
@@ -262,7 +305,29 @@ def _other_delimiter(rows: list[list[str]], delimiter: str) -> str:
     return next((one for one in "\t;|," if one != delimiter and all(one in line for line in lines)), "")
 
 
-def _lines(stream: Stream) -> Generator[tuple[int, bytes], None, None]:
+def _names_of_columns(rows: Iterator[list[str]], taken: list[str], delimiter: str) -> list[str]:
+    """Return the first row that has values. Raises csv.Error where a quote takes other rows into it."""
+    names = next(filter(None, rows), [])
+    if _may_be_open(taken) and not _is_sound(taken, delimiter):
+        raise csv.Error("a quote is left open")
+    return names
+
+
+def _may_be_open(lines: list[str]) -> bool:
+    return len(lines) > 1 or (len(lines) == 1 and lines[0].count('"') % 2 == 1)
+
+
+def _is_sound(lines: list[str], delimiter: str) -> bool:
+    """Return whether each quote that opens a value in `lines` is closed at its end."""
+    try:
+        for _ in csv.reader(lines, delimiter=delimiter, strict=True):
+            pass
+    except csv.Error:
+        return False
+    return True
+
+
+def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of `stream` with their line ends, and the byte at which each begins."""
     at, parts, have = stream.position, list[bytes](), 0
     while len(piece := stream.take()):
@@ -281,6 +346,15 @@ def _lines(stream: Stream) -> Generator[tuple[int, bytes], None, None]:
             )
     if have:
         yield at, b"".join(parts)
+
+
+def _cut_short(stream: Stream, least_bytes: int) -> SampleError:
+    """Return the error for a file that had more than `least_bytes` when its units were counted."""
+    ends = min(stream.position, stream.size_bytes or stream.position)
+    return SampleError(
+        f"{stream.where}: ends after {ends:,} bytes, and had more than {least_bytes:,} when it was opened; its last "
+        "lines are gone"
+    )
 
 
 def _json_fields(value: Any, empty: Mapping[str, Any]) -> dict[str, Any]:

@@ -340,6 +340,7 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
             is_last = is_last or (end is not None and member.offset >= end)
             if not skip_first:
                 _read_file(group, extension, member, reader, stream)
+        _check_rest(stream, problems)
     except (TarError, SampleError) as error:
         problems.add(str(error))
         return
@@ -351,6 +352,12 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
         )
     else:
         yield group
+
+
+def _check_rest(stream: Stream, problems: Problems) -> None:
+    """Add a problem if another archive follows the end mark, as `cat` joins them."""
+    if find_header(bytes(stream.read(SCAN_BYTES)), 0) is not None:
+        problems.add("another archive follows its end mark, and is not read; keep each in a file of its own")
 
 
 def _sample_files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:

@@ -69,7 +69,8 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     """
     given = parse_path(path, "cache")
     if not given or "://" in given:
-        raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
+        where = given.partition("://")[0] + "://…" if "://" in given else "''"  # it may hold a password
+        raise ConfigError(f"{where} is no local directory; give the cache one on a disk of this machine")
     try:
         root = os.path.realpath(given)
     except FileNotFoundError as error:

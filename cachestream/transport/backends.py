@@ -36,7 +36,13 @@ Span = tuple[int, int]  # a part of a file: its first byte, and the byte after i
 _VERSION_NAMES: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
 )  # fmt: skip
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_SIZE_OF_416: Final = re.compile(r"bytes \*/(\d+)")
+_NOT_ENCODED: Final = (None, "", "identity")
+
+
+class WrongAnswerError(OSError):
+    """A server, or a proxy before it, answered with other bytes than were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,11 @@ class Version:
 
     size_bytes: int = -1
     tag: str = ""
+
+    @property
+    def is_unsized(self) -> bool:
+        """True if the size is not told though the version is: it is packed on the way, and has no ranges."""
+        return self.size_bytes < 0 and bool(self.tag)
 
     def merged(self, other: Version) -> Version:
         """Return what both tell of the version. Raises ChangedError if they are two."""
@@ -137,15 +148,24 @@ class S3Backend(_StreamingBackend):
         asking = get_object(filesystem, target_of(filesystem, path), Range=_range_header(start, stop))
         # The user's own read timeout wins.
         answer = await in_time(asking, FIRST_BYTE_S if read_s == STALL_S else read_s)
-        begin, told = version_of_s3(answer)
+        try:
+            begin, told = version_of_s3(answer, start, stop)
+        except BaseException:
+            answer["Body"].close()
+            raise
         return Body(begin, told, answer["Body"].read, answer["Body"].close)
 
 
-def version_of_s3(answer: dict[str, Any]) -> tuple[int, Version]:
-    """Return the offset of the first byte in an answer of S3, and the version of the whole object."""
-    length = int(answer["ContentLength"])
-    start, size_bytes = _parse_range(answer.get("ContentRange")) or (0, length)
-    return start, Version(size_bytes, str(answer.get("ETag") or ""))
+def version_of_s3(answer: dict[str, Any], start: int = 0, stop: int | None = None) -> tuple[int, Version]:
+    """Return the offset of the first byte in an answer of S3, and the version of the whole object.
+
+    Raises WrongAnswerError unless it is an answer to a request for the bytes from `start` to `stop`.
+    """
+    content_range = answer.get("ContentRange")
+    # Some servers send a part with status 200.
+    status = 206 if content_range else answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 200)
+    begin, size = _place_of(start, stop, status, content_range, int(answer["ContentLength"]))
+    return begin, Version(size, _tag(answer.get("ETag")))
 
 
 class WebBackend(_StreamingBackend):
@@ -162,7 +182,7 @@ class WebBackend(_StreamingBackend):
         # In a compressed body, a range would mean other bytes.
         headers = {**options.get("headers", {}), "Accept-Encoding": "identity"}
         # Where the server compressed the file or does not know its size, ranges are of no use.
-        if (start or stop is not None) and not (version.tag and version.size_bytes < 0):
+        if (start or stop is not None) and not version.is_unsized:
             headers["Range"] = _range_header(start, stop)
         options["headers"] = headers
         first_byte_s: float | None = None
@@ -171,18 +191,18 @@ class WebBackend(_StreamingBackend):
             first_byte_s = FIRST_BYTE_S
         response = await in_time(session.get(filesystem.encode_url(path), **options), first_byte_s)
         try:
+            told_range = response.headers.get("Content-Range")
             if response.status != 416:  # `classify` takes it for a range beyond the end
                 filesystem._raise_not_found_for_status(response, path)
+            elif (size_told := _SIZE_OF_416.fullmatch(told_range or "")) and 0 <= start < int(size_told[1]):
+                raise WrongAnswerError(f"the bytes from {start} on are refused (416, {told_range})")
             response.raise_for_status()
-            is_encoded = _is_encoded(response)
+            length = -1 if _is_encoded(response) else int(response.headers.get("Content-Length", -1))
+            begin, size = _place_of(start, stop, response.status, told_range, length)
         except BaseException:
             response.close()
             raise
-        if response.status == 206:
-            begin, size = _parse_range(response.headers.get("Content-Range")) or (max(0, start), -1)
-        else:
-            begin, size = 0, -1 if is_encoded else int(response.headers.get("Content-Length", -1))
-        tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+        tag = _tag(response.headers.get("ETag")) or response.headers.get("Last-Modified") or ""
         return Body(begin, Version(size, str(tag)), response.content.read, response.close)
 
 
@@ -192,10 +212,34 @@ def _range_header(start: int, stop: int | None) -> str:
     return f"bytes={start}-{'' if stop is None else max(start, stop - 1)}"
 
 
-def _parse_range(content_range: str | None) -> tuple[int, int] | None:
-    """Return the offset of an answer's first byte and the size of the whole file; None without a range."""
-    match = _CONTENT_RANGE.match(content_range or "")
-    return None if match is None else (int(match[1]), int(match[2]))
+def _place_of(
+    start: int, stop: int | None, status: int, content_range: str | None, length: int
+) -> tuple[int, int]:
+    """Return the offset of an answer's first byte and the size of the whole file, -1 where it is not told.
+
+    Raises WrongAnswerError unless it answers a request for the bytes from `start` to `stop`: all numbers that
+    it tells must fit. It may be the whole file, or end early.
+    """
+    if status in (200, 203):
+        return 0, length
+    match = _CONTENT_RANGE.fullmatch(content_range or "")
+    if status != 206 or match is None:
+        raise WrongAnswerError(f"status {status} with Content-Range {content_range!r} is no answer to a read")
+    first, last = int(match[1]), int(match[2])
+    size = -1 if match[3] == "*" else int(match[3])
+    asked = start if start >= 0 else first if size < 0 else max(0, size + start)
+    fits = first == asked and first <= last and (stop is None or last < max(stop, start + 1))
+    if not fits or 0 <= size <= last or length not in (-1, last + 1 - first):
+        raise WrongAnswerError(
+            f"asked for {_range_header(start, stop)}, a server or a proxy sent {content_range!r} "
+            f"({length} bytes)"
+        )
+    return first, size
+
+
+def _tag(etag: Any) -> str:
+    """Return an ETag without the mark of a weak one, which a proxy adds for the same bytes."""
+    return str(etag or "").removeprefix("W/")
 
 
 def _is_encoded(response: Any) -> bool:
@@ -204,7 +248,7 @@ def _is_encoded(response: Any) -> bool:
     Raises ValueError for a compressed range, whose bytes are not those of the file.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
-    if encoding in ("", "identity"):
+    if encoding in _NOT_ENCODED:
         return False
     if response.status == 206:
         raise ValueError(
@@ -224,16 +268,26 @@ class CallBackend(Backend):
         return metering.at_most(self._call_size.nbytes)
 
     async def stat(self, path: str) -> Version:
-        return _version_of_info(await self.driver.filesystem._info(path))
+        info = await self.driver.filesystem._info(path)
+        told = _version_of_info(info)
+        # The client unpacks what Google's storage keeps packed, to another size than the one told.
+        is_packed = info.get("contentEncoding") not in _NOT_ENCODED
+        return Version(-1, told.tag) if is_packed else told
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         if start < 0:  # the answer would not tell where its bytes lie
             version = version if version.size_bytes >= 0 else await self.stat(path)
             start = max(0, version.size_bytes + start)
         begun_s = time.monotonic()
+        if version.is_unsized:
+            return body_of(await self.driver.filesystem._cat_file(path), 0, version)
         span = {} if start == 0 and stop is None else {"start": start, "end": stop}
         data: bytes = await self.driver.filesystem._cat_file(path, **span)
         self._call_size.took(len(data), time.monotonic() - begun_s)
+        if stop is not None and len(data) > stop - start:
+            raise WrongAnswerError(
+                f"{len(data)} bytes came for the {stop - start} asked for; is it packed by Content-Encoding?"
+            )
         if version.size_bytes < 0 and (stop is None or len(data) < stop - start):
             version = Version(start + len(data))  # less than was asked for is the rest of the file
         return body_of(data, start, version)

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cachestream.transport import metering
-from cachestream.transport.backends import Backend, Body, Version, backend_of, body_of
+from cachestream.transport.backends import (
+    Backend,
+    Body,
+    Version,
+    WrongAnswerError,
+    backend_of,
+    body_of,
+)
 from cachestream.transport.driver import PIECE_S, result_of
 from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, classify_and_report
@@ -79,7 +86,7 @@ class RangeRequest:
             await self._check_end(body, ended=ended)
         except Exception as error:
             self.close()
-            if self.position == at:
+            if self.position == at or isinstance(error, WrongAnswerError):
                 raise
             self.error = error.with_traceback(None)  # it would keep the memory
         return out[: self.position - at]
@@ -115,7 +122,10 @@ class RangeRequest:
         return body
 
     async def _check_end(self, body: Body, *, ended: bool) -> None:
-        """Close the request at its end. Raises ConnectionError if the body `ended` before."""
+        """Close the request at its end.
+
+        Raises ConnectionError if the body `ended` before, and WrongAnswerError if it goes on after the file's.
+        """
         size, stop, position = self._file.version.size_bytes, self._stop, self.position
         end = size if stop is None or 0 <= size < stop else stop
         if ended and position != end and not self._is_suffix:
@@ -123,7 +133,12 @@ class RangeRequest:
                 raise ConnectionError(f"the body ended after {position} of {size} bytes")
             self._file.check(Version(position))
         if not ended and position == end:
-            await body.read(1)  # only at its end is the connection free for the next request
+            # Only at its end is the connection free for the next request.
+            goes_on = len(await body.read(1)) > 0
+            if goes_on and position == size:
+                if not self.backend.tells_version:  # it may have been replaced by a longer one
+                    self._file.check(await self.backend.stat(self._file.path))
+                raise WrongAnswerError(f"it goes on after the {size} bytes that it is said to have")
         if ended or position == end:
             self.is_done = True
             self.close()
@@ -198,7 +213,8 @@ class Download:
         if request is None:
             backend = backend_of(self._file.remote)
             most = math.inf if self.stop is None else self.stop
-            if self.offset >= 0 and backend.request_bytes < metering.NO_LIMIT_BYTES:
+            is_limited = backend.request_bytes < metering.NO_LIMIT_BYTES
+            if self.offset >= 0 and is_limited and not self._file.version.is_unsized:
                 most = min(most, self.offset + backend.request_bytes)
             stop = None if most == math.inf else int(most)
             request = self._request = RangeRequest(self._file, backend, self.offset, stop)

@@ -155,6 +155,11 @@ class LocalStream(Stream):
         buffer = np.empty(PIECE_BYTES, np.uint8).data
         metering.asking(max(0, min(PIECE_BYTES, self._end - self._offset)))
         got = os.preadv(self._fd, [buffer], self._offset)
+        if got == 0 and self._offset < self._end:
+            raise SampleError(
+                f"{self.where}: it was cut while it was read: it had {self._end:,} bytes, and ends now "
+                f"before byte {self._offset + 1:,}"
+            )
         self._offset += got
         metering.fetched(got)
         return buffer[:got]

@@ -34,27 +34,37 @@ _S3: Final = ("s3", "s3a")
 
 # Values under these names may be shown; all others in storage_options may be secrets.
 _PUBLIC_OPTIONS: Final = frozenset(
-    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
-)
+    {"account_host", "account_name", "addressing_style", "bucket", "cache_storage", "container", "encoding",
+     "endpoint", "endpoint_url", "host", "location", "mode", "org", "profile", "project", "protocol", "ref",
+     "region", "region_name", "repo", "repo_type", "revision", "sha", "signature_version", "version_id"}
+)  # fmt: skip
 _MEAN_GAIN: Final = 0.1
 _MIN_SECRET_CHARS: Final = 4  # masking a shorter one would destroy messages
 
 
-def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secret_values(value)
-        elif isinstance(value, str | bytes) and name not in _PUBLIC_OPTIONS:
-            yield os.fsdecode(value)
+def _secret_values(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _secret_values(str(key), one)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for one in value:
+            yield from _secret_values(name, one)
+    elif isinstance(value, str | bytes) and name not in _PUBLIC_OPTIONS:
+        yield os.fsdecode(value)
 
 
 def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the texts that messages must not show, the longest first."""
-    found = set(_secret_values(options))
+    """Return the texts that messages must not show, the longest first.
+
+    Messages name the path of `url`: a value that is a part of it is no secret, and would mask the path.
+    """
+    found = set(_secret_values("", options))
     for part in url.split("::"):
         authority = re.split("[/?#]", part.partition("://")[2], maxsplit=1)[0]
         found.update(authority.rpartition("@")[0].split(":"))
-    return tuple(sorted((one for one in found if len(one) >= _MIN_SECRET_CHARS), key=len, reverse=True))
+    shown = redact(url)
+    secrets = (one for one in found if len(one) >= _MIN_SECRET_CHARS and one not in shown)
+    return tuple(sorted(secrets, key=len, reverse=True))
 
 
 def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]:
@@ -173,6 +183,11 @@ class Remote:
     @property
     def is_web(self) -> bool:
         return self.protocol in ("http", "https")
+
+    @property
+    def has_queries(self) -> bool:
+        """True if the names of its files may end in a query, as on the web, through chained drivers too."""
+        return self.is_web or any(part.startswith(("http://", "https://")) for part in self._url.split("::"))
 
     @property
     def is_s3(self) -> bool:

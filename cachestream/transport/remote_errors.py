@@ -10,43 +10,54 @@ import contextlib
 import errno
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, Protocol
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.transport import metering
 from cachestream.transport.object_limit import TooLargeError
 
-Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "range", "changed", "other"]
+Kind = Literal[
+    "missing", "denied", "credentials", "bucket", "clock", "unavailable", "range", "changed", "other"
+]
 
 BACKOFF_START_S: Final = 0.5
 BACKOFF_LIMIT_S: Final = 60.0
 
-# The codes of services and the statuses of HTTP, by the kind of failure.
+# The codes of services and the statuses of HTTP, by the kind of failure. What passes by itself is asked for
+# again for as long as it takes (`_TRANSIENT`); all others are final, for one object or for the whole source.
 _KIND_CODES: Final[dict[Kind, tuple[str, ...]]] = {
     "missing": ("NoSuchKey", "NoSuchVersion", "404", "410"),
-    "denied": ("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidPayer", "403"),
+    "denied": (
+        "AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidPayer", "402", "403", "407", "451",
+    ),
     "credentials": (
         "AccountProblem", "AuthorizationHeaderMalformed", "CredentialsNotSupported", "ExpiredToken",
         "ExpiredTokenException", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "MissingSecurityHeader",
-        "NotSignedUp", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
-        "UnrecognizedClientException", "401",
+        "NotSignedUp", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnrecognizedClientException", "401",
     ),
+    "clock": ("RequestExpired", "RequestInTheFuture", "RequestTimeTooSkewed"),
     "bucket": (
         "IllegalLocationConstraintException", "InvalidBucketName", "NoSuchBucket", "PermanentRedirect", "301",
     ),
     "unavailable": (
-        "InternalError", "OperationAborted", "RequestLimitExceeded", "RequestTimeout", "ServiceUnavailable",
-        "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "408", "429", "500", "502", "503", "504",
+        "BandwidthLimitExceeded", "ConditionalRequestConflict", "InternalError", "InternalFailure",
+        "OperationAborted", "OperationTimedOut", "PriorRequestNotComplete", "RequestLimitExceeded",
+        "RequestThrottled", "RequestThrottledException", "RequestTimeout", "RequestTimeoutException", "ServerBusy",
+        "ServiceUnavailable", "SlowDown", "ThrottledException", "Throttling", "ThrottlingException",
+        "TooManyRequests", "TooManyRequestsException", "408", "421", "423", "425", "429", "500", "502", "503", "504",
     ),
     "range": ("InvalidRange", "416"),
     "changed": ("PreconditionFailed", "412"),
+    "other": ("NotImplemented", "501", "505"),
 }  # fmt: skip
+_TRANSIENT: Final = ("clock", "unavailable", "changed")
 _CODES: Final = {code: kind for kind, codes in _KIND_CODES.items() for code in codes}
 # With these codes a remote asks for fewer requests.
 _THROTTLED: Final = frozenset(
-    {"RequestLimitExceeded", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
-     "TooManyRequests", "429", "503"}
+    {"BandwidthLimitExceeded", "RequestLimitExceeded", "RequestThrottled", "RequestThrottledException", "ServerBusy",
+     "ServiceUnavailable", "SlowDown", "ThrottledException", "Throttling", "ThrottlingException", "TooManyRequests",
+     "TooManyRequestsException", "429", "503"}
 )  # fmt: skip
 _KIND_CLASSES: Final[dict[Kind, tuple[str, ...]]] = {
     "credentials": (
@@ -80,6 +91,7 @@ _NEXT_STEPS: Final[dict[Kind, str]] = {
         "no valid credentials; give storage_options={'key': …, 'secret': …} ({'anon': True} for public data), "
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or fill ~/.aws/credentials"
     ),
+    "clock": "the remote says that the clock of this machine is wrong; set it (by NTP, say), and reading goes on",
     "bucket": "no such bucket here; check its name, and region and endpoint_url in storage_options",
     "unavailable": "the remote does not answer at present; check the network and the endpoint",
     "range": "the object is shorter than expected",
@@ -113,7 +125,7 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?#]*)(.*)", re.DOTAL
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>]+")
 _SECRET_IN_TEXT: Final = re.compile(
     r"(?i)\b([\w\-]*(?:signature|secret|token|passw(?:or)?d|credential|api[_-]?key|access[_-]?key))\b(\W{0,3}[=:]\s*)"
-    r"['\"]?[^\s'\"&,)}]+"
+    r"['\"]?(?!…)[^\s'\"&,)}]+"  # not the dots of our own advice
 )
 # Query parameters of the signed URLs of S3, Google, Azure, CloudFront and others.
 _SIGNING_PART: Final = re.compile(
@@ -178,8 +190,20 @@ def _code(error: BaseException) -> str | None:
     return None
 
 
+def _asks_to_come_again(error: BaseException) -> bool:
+    """Return whether a refusal says when to try again: a limit on requests, as 403 of some services."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # of botocore
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders")
+    else:
+        headers = getattr(error, "headers", None) or getattr(response, "headers", None)
+    return isinstance(headers, Mapping) and any(str(name).lower() == "retry-after" for name in headers)
+
+
 def _classify_one(error: BaseException) -> Kind | None:
     code = _code(error)
+    if code in ("403", "AccessDenied") and _asks_to_come_again(error):
+        return "unavailable"
     if code in _CODES:
         return _CODES[code]
     if code is not None and code.isdecimal() and int(code) >= 500:
@@ -251,7 +275,7 @@ def _mapped(error: Exception, what: str, one_of_many: bool, secrets: Iterable[st
     kind = classify_and_report(error)
     reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
     message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
-    if kind in ("unavailable", "changed"):
+    if kind in _TRANSIENT:
         return SourceUnavailableError(message)
     if one_of_many and kind not in ("credentials", "bucket"):
         return SampleError(message)

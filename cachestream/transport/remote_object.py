@@ -74,7 +74,8 @@ class RemoteObject:
             self.check(self._stat() if self._local is None else self._local.stat())
         if self.version.size_bytes < 0:
             raise SampleError(
-                f"{self.shown}: the server does not tell its size, which reading it in parts needs"
+                f"{self.shown}: the server does not tell its size, or packs it on the way, and reading it in parts "
+                "needs the size"
             )
         return self.version
 
@@ -290,8 +291,8 @@ class _RemoteStream(Stream):
         had_ended = download.is_at_end
         if had_ended:
             return memoryview(b"")
-        if not self._tells_version:
-            file.look()
+        if not self._tells_version and file.version == Version():
+            file.check(file._stat())
         if self._likely_stop is not None:
             beyond = download.offset - self._likely_stop
             download.stop = self._likely_stop if beyond < 0 else download.offset + max(BEYOND_BYTES, beyond)

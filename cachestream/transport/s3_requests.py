@@ -74,7 +74,7 @@ def target_of(filesystem: Any, path: str) -> dict[str, str]:
 
 
 async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> dict[str, Any]:
-    """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag".
+    """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag" and so on.
 
     `target` comes from `target_of`; `wanted` may hold Range. Awaited on the loop of `filesystem`.
     Raises the errors of s3fs.
@@ -187,6 +187,7 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
             "ContentLength": int(received["content-length"]),
             "ContentRange": received.get("content-range"),
             "ETag": received.get("etag"),
+            "ResponseMetadata": {"HTTPStatusCode": status},
         }
     try:
         text = (await answer.raw.read()).decode("utf-8", "replace")

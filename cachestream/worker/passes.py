@@ -91,8 +91,20 @@ def begin_or_resume(cache: Cache, job: Job, order: UserOrder) -> bool:
     return not was_complete
 
 
-def begin_next(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = False) -> bool:
-    """Begin the next pass if the last one is over and samples were evicted, or the listing `has_changed`.
+def has_failed_units(cache: Cache) -> bool:
+    """Return whether units of the open pass, which another worker began, have failed: they are done there."""
+    state = cache.filling.state()
+    row = state.last_pass
+    return (
+        row is not None
+        and pass_is_open(state)
+        and PassPlan.from_json(row.plan).is_permutation
+        and any(one.kind in _UNIT_FAILURES for one in state.failures)
+    )
+
+
+def begin_next(cache: Cache, job: Job, order: UserOrder, *, is_due: bool = False) -> bool:
+    """Begin the next pass if the last one is over and samples were evicted, or another pass `is_due`.
 
     Returns False if there is nothing left to do.
     """
@@ -102,7 +114,7 @@ def begin_next(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = 
         return True
     if state.last_pass is None:  # the catalogue was lost, and no shard is cached that records the pass
         _adopt(cache, job)
-    elif not has_changed and not state.has_evicted:
+    elif not is_due and not state.has_evicted:
         return False
     _insert_pass(cache, first_plan(job, Listings(cache.directory)), order)
     return True

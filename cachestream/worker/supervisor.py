@@ -41,7 +41,7 @@ from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErro
 from cachestream.worker.job import Job, share, unpack
 from cachestream.worker.lister import Lister
 from cachestream.worker.listings import Listings
-from cachestream.worker.passes import begin_next, begin_or_resume, follow_mixture
+from cachestream.worker.passes import begin_next, begin_or_resume, follow_mixture, has_failed_units
 from cachestream.worker.processes import (
     detach_from_terminal,
     read_frame,
@@ -85,6 +85,7 @@ class Supervisor:
         self.order = UserOrder(job)
         self._stop = threading.Event()
         self._look_for_changes = self._has_promoted = self._resting = False
+        self.asks_failed_again = False  # after the pass that is open, by one more
         self._system_errors = SystemErrors()
         self._full_logged_s = -math.inf
         self._housekeeping_at_s = self._sizes_at_s = 0.0
@@ -101,7 +102,7 @@ class Supervisor:
     def start(self, *, is_complete: bool) -> None:
         """Start the sampling processes; if the pass `is_complete`, then look for changes of the remote."""
         self._look_for_changes = is_complete and self._job.growing
-        self._record.write_looking(self._look_for_changes)
+        self._record.write_looking(self._look_for_changes or self.asks_failed_again)
         self._record.write("filling")
         self._record.write_transform()
         now_s = time.monotonic()
@@ -246,8 +247,9 @@ class Supervisor:
         if self._lister.running and not self._resting:
             return  # the pass may grow until the listing ends
         self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
-        has_more = begin_next(self._cache, self._job, self.order, has_changed=self._has_promoted)
-        has_changed, self._has_promoted = self._has_promoted, False
+        is_due = self._has_promoted or self.asks_failed_again
+        has_more = begin_next(self._cache, self._job, self.order, is_due=is_due)
+        has_changed, self._has_promoted, self.asks_failed_again = self._has_promoted, False, False
         self._record.write_looking(False)
         if not has_more:
             if not self._resting:
@@ -431,6 +433,7 @@ def _begin(server: ForkServer, answer: BinaryIO) -> Supervisor | None:
         except CatalogueDamagedError as error:
             cache.rebuild(error)
             has_more = begin_or_resume(cache, job, supervisor.order)
+        supervisor.asks_failed_again = has_failed_units(cache)
         supervisor.start(is_complete=not has_more)
     except CacheStreamError as error:
         write_frame(answer, error)

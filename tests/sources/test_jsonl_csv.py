@@ -207,16 +207,6 @@ def test_a_row_that_cannot_be_decoded_is_skipped_and_the_rows_after_it_are_read(
         LinesSource(tmp_path / "b.csv")
 
 
-def test_a_quote_left_open_costs_its_row_and_not_those_before_it(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('id,text\n0,x\n1,"hello\n2,world\n3,x\n')
-    items = LinesSource(tmp_path / "a.csv").read(0, RNG)
-    assert next(items)[1] == {"id": 0, "text": "x"}
-    with pytest.raises(SampleError, match="row 1: a quote is left open"):
-        next(items)
-    (tmp_path / "b.csv").write_text('id,text\n0,"x\ny"')
-    assert samples_of(LinesSource(tmp_path / "b.csv")) == [{"id": 0, "text": "x\ny"}]
-
-
 def test_a_column_that_is_left_out_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROWS_FOR_TYPES", 1)
     (tmp_path / "a.csv").write_text("\nid,score\n1,0.5\n2,N/A\n")

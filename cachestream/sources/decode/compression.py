@@ -147,10 +147,13 @@ class DecompressedStream(Stream):
         found = b""
         while not found:
             decompressor = self._decompressor
-            if decompressor.eof:  # another compressed stream may follow, or padding
-                data = decompressor.unused_data or bytes(self._inner.read(_INPUT_BYTES))
-                if not data.strip(b"\0"):
-                    return memoryview(b"")
+            if decompressor.eof:  # padding may follow, and another compressed stream
+                data = decompressor.unused_data.lstrip(b"\0")
+                while not data:
+                    padding = bytes(self._inner.read(_INPUT_BYTES))
+                    if not padding:
+                        return memoryview(b"")
+                    data = padding.lstrip(b"\0")
                 self._decompressor = decompressor = _make_decompressor(self._kind)
             elif decompressor.needs_input:
                 data = bytes(self._inner.read(_INPUT_BYTES))
