@@ -316,16 +316,18 @@ print(os.path.exists(f"/proc/{orphan}"), ours.wait(), another.wait())
 
 def test_a_supervisor_whose_caller_has_died_ends_without_a_word(cache: Cache) -> None:
     job = WorkerOptions(num_workers=1).job(cache, Numbers(10))
+    answer, to_answer = os.pipe()
     supervisor = start_python(
         "cachestream.worker.supervisor",
         import_path(),
+        str(to_answer),
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pass_fds=(to_answer,),
         start_new_session=True,
     )
-    assert supervisor.stdout is not None
-    supervisor.stdout.close()  # as a caller that is killed
+    for fd in (answer, to_answer):  # as a caller that is killed
+        os.close(fd)
     _, said = supervisor.communicate(pickle.dumps(job), timeout=60)
     assert (said, supervisor.returncode) == (b"", 0)
     wait_until(lambda: not cache.has_worker(), "nothing of the worker is left")
