@@ -107,7 +107,8 @@ def _warn_of_schedule(trainer: Any) -> None:
         loader._options.epoch_size is None and loader.cache.fill_state() == "filling"
         for loader in _loaders(trainer)
     )
-    fixed = trainer.max_steps != -1 or trainer.limit_train_batches == trainer.fit_loop.max_batches
+    limit = trainer.limit_train_batches
+    fixed = trainer.max_steps != -1 or (isinstance(limit, int) and limit == trainer.fit_loop.max_batches)
     for config in trainer.lr_scheduler_configs if growing and not fixed else ():
         # OneCycleLR raises ValueError after its last step; CosineAnnealingLR begins to rise again.
         end = getattr(config.scheduler, "total_steps", None) or getattr(config.scheduler, "T_max", None)

@@ -101,9 +101,10 @@ class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             if given != TrainingArguments.per_device_train_batch_size:
                 raise ConfigError(
                     f"per_device_train_batch_size={given} would have no effect: the EpochLoader makes batches of "
-                    f"{train_loader.batch_size}; leave that argument out, or give the loader another batch_size"
+                    f"{train_loader.batch_size}, for {devices} devices of this process; leave that argument out, or give "
+                    "the loader another batch_size"
                 )
-            self.args.per_device_train_batch_size = train_loader.batch_size // devices
+            self.args.per_device_train_batch_size = max(1, train_loader.batch_size // devices)
         self._train_batch_size = train_loader.batch_size
 
     def num_examples(self, dataloader: Any) -> int:

@@ -223,7 +223,7 @@ class Filling:
             tables.set_meta("transform", identity)
 
     def samples_of_others(self, identity: str) -> int:
-        """The cached samples that another transform has made than that of `identity`, see `Tables`."""
+        """The number of cached samples that a transform other than `identity` has made."""
         with self._catalogue.reading() as tables:
             return tables.samples_of_others(identity)
 

@@ -238,8 +238,11 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
     with translated_disk_errors(path, "putting it aside"):
         aside = os.path.join(directory.quarantine, os.path.basename(path))
         try:
-            remove_if_there(aside)  # a directory and a file do not replace each other
-            move(path, aside)
+            try:
+                move(path, aside)
+            except (IsADirectoryError, NotADirectoryError):  # they do not replace each other
+                remove_if_there(aside)
+                move(path, aside)
         except FileNotFoundError:
             return
         total_bytes = 0

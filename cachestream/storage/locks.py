@@ -35,7 +35,8 @@ def signal_safe(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractConte
     suspended while anything refers to the traceback: in a notebook, until the next error. Here only the `with`
     block refers to the generator. It is entered in C, and an interrupt on the way to its end closes it, as it
     closes any generator that is dropped. In the generator, `with` blocks of locks, files and SQLite's
-    connections are safe, because these also end in C; a `finally` of Python's is not.
+    connections are safe, because these also end in C; a `finally` of Python's is not. For `with` statements only:
+    an ExitStack would call methods of the class.
     """
 
     @wraps(function)
@@ -74,7 +75,8 @@ def _leave(
     try:
         generator().throw(error)
     except BaseException as raised:
-        if raised is not error:
+        # A StopIteration of the block comes back as the cause of a RuntimeError.
+        if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
             raise
         error.__traceback__ = traceback
         return False
@@ -226,7 +228,7 @@ def is_held(path: str, *, shared: bool = False) -> bool:
     try:
         with _opened(path, create=False) as probe:
             return not _lock_opened(path, probe, shared=not shared) and os.path.exists(path)
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         return False
 
 
@@ -239,7 +241,7 @@ def remove_unheld(path: str) -> bool:
             # Unlinked while locked: another process could otherwise lock a file that no one else can open.
             with suppress(OSError):
                 remove(path)
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         pass
     return True
 
@@ -271,15 +273,10 @@ def _open(path: str, create: bool) -> int:
 def _opened(path: str, create: bool) -> FileIO:
     """Open `path` for a lock that lasts as long as a `with` block of the file, whatever a signal interrupts.
 
-    Raises FileNotFoundError and IsADirectoryError, without `create`.
+    Without `create` it raises FileNotFoundError where no regular file is.
     """
     with _guard:
-        fd = _open(path, create)
-        try:
-            file = FileIO(fd)
-        except OSError:  # a folder
-            os.close(fd)
-            raise
+        file = FileIO(_open(path, create))
         # No WeakSet: Ctrl-C in its callbacks would be lost.
         _opened_files[:] = [*(other for other in _opened_files if not other.closed), file]
     return file

@@ -67,8 +67,8 @@ def rebuild_catalogue(
 ) -> None:
     """Replace a lost or damaged catalogue by one made from the shards, unless another process has done so.
 
-    A file that passes the checks stays, unless the `error` is of contents that these do not look at. The new file is made beside the old one,
-    and put in its place when it is whole.
+    A file that passes the checks stays, unless `error` concerns contents that the checks do not read. The new file
+    is made beside the old one, and put in its place when it is whole.
     """
     with opening_lock(directory), translated_disk_errors(directory.root, "making its catalogue"):
         found = file_identity(catalogue.path)

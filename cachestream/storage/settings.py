@@ -152,6 +152,8 @@ def _write_copy(directory: Directory, settings: dict[str, Any]) -> None:
         with translated_disk_errors(directory.settings, "saving the settings"):
             replace_file(directory.settings, text.encode())
     except CacheFullError:
+        if not os.path.isfile(directory.settings):
+            raise
         # The block of the old file takes it. A copy that is cut short fails its checksum: then the catalogue
         # holds.
         with (

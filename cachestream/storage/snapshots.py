@@ -130,7 +130,9 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
             is_filling = phase_now(fill, has_worker) == "filling"
             cached = _CachedShards.of(tables, split, view)
             if not len(cached.ids):
-                raise NotEnoughSamplesError(f"the cache at {cache.path} is empty{_remedy(fill, has_worker)}")
+                raise NotEnoughSamplesError(
+                    f"the cache at {cache.path} is empty{_why_empty(fill, has_worker)}"
+                )
             policy, room = reservations.policy(tables), room_in(tables, usage)
             excluded = _shards_to_leave(tables, request, cached, policy, room, leased, is_filling=is_filling)
             chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
@@ -148,7 +150,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         return _leased(cache, cached, chosen, schema)
 
 
-def _remedy(fill: FillState, has_worker: bool) -> str:
+def _why_empty(fill: FillState, has_worker: bool) -> str:
     """The end of the sentence that says that a cache is empty: what its worker does, and what to do."""
     wait = (
         "wait for samples with cache.wait(min_samples, timeout_s), or have EpochLoader(min_samples=...) wait"

@@ -175,7 +175,7 @@ def describe_outdated(outdated: int, num_samples: int) -> str:
     if not outdated:
         return ""
     return (
-        f"the transform has changed, and {outdated} of the {num_samples} cached samples were made by another one; "
+        f"the transform has changed (its code, or a value bound to it), and {outdated} of the {num_samples} cached samples were made by another one; "
         "they stay in the epochs until they are evicted. To make all anew, 'cachestream clear' the cache "
         "(cache.clear()) and start again, or use another directory"
     )
@@ -484,8 +484,8 @@ def warn_of_skipped(cache: Cache) -> None:
             describe_skipped(fill.failures),
             _remedy(cache, fill),
         )
-    elif (outdated := cache.filling.samples_of_others(fill.transform or "")) and (
-        fields := cache.filling.fields_of_several_shapes()
+    elif (fields := cache.filling.fields_of_several_shapes()) and (
+        outdated := cache.filling.samples_of_others(fill.transform or "")
     ):
         _warned.add(cache.cache_id)
         logger.warning(

@@ -250,9 +250,9 @@ class Tables(ProgressTables, SplitTables):
             self.execute("INSERT INTO transforms VALUES (?, ?)", (shard_id, identity))
 
     def samples_of_others(self, identity: str) -> int:
-        """The samples that another transform has made than that of `identity`, as far as that can be seen.
+        """The number of samples that a transform other than `identity` has made.
 
-        Identities of another version of Python cannot be compared with it: those before the colon differ.
+        Identities made by another version of Python, the part before the colon, cannot be compared: they do not count.
         """
         known = "SELECT 1 FROM sqlite_master WHERE name = 'transforms'"
         if not identity or self.execute(known).fetchone() is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cachestream.errors import (
+    CacheError,
     CorruptShardError,
     EpochError,
     NotEnoughSamplesError,
@@ -170,8 +171,14 @@ class EpochSnapshots:
                 if not damaged:
                     undo.pop_all()
                     return taken
-            for position, error in damaged:
-                self._cache.quarantine(int(taken.snapshot.shard_ids[position]), str(error))
+                try:
+                    for position, error in damaged:
+                        self._cache.quarantine(int(taken.snapshot.shard_ids[position]), str(error))
+                except (
+                    CacheError
+                ):  # the catalogue cannot be read now: the damaged shards are skipped as they come
+                    undo.pop_all()
+                    return taken
         raise CorruptShardError(
             f"{self._cache.path}: new damaged shards in each of {_ATTEMPTS} snapshots; check the disk, "
             "then run 'cachestream verify CACHE --repair'"

@@ -55,25 +55,20 @@ def import_path() -> tuple[str, ...]:
     return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
 
 
-def _libraries_first(entries: tuple[str, ...]) -> list[str]:
-    """The entries of an import path: the standard library, this package, what is installed, then the others.
+def _standard_library_first(entries: tuple[str, ...]) -> list[str]:
+    """The entries of an import path: the standard library, then the others in their order.
 
     A new Python has loaded nothing yet. In the order of its parent, it would take a `types.py` of the user's for
     the module of the standard library that the parent has loaded long ago. What the user's own code imports is
     found in the order of the parent, see `job.load_shared`.
     """
     standard = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
-    package = str(Path(__file__).parents[2])
 
-    def rank(entry: str) -> int:
+    def is_other(entry: str) -> bool:
         folder = os.path.realpath(entry)
-        if folder in standard or (os.path.dirname(folder) in standard and folder.endswith("lib-dynload")):
-            return 0
-        if entry == package:
-            return 1
-        return 2 if os.path.basename(folder) in ("site-packages", "dist-packages") else 3
+        return folder not in standard and not folder.endswith("lib-dynload")
 
-    return sorted(entries, key=rank)
+    return sorted(entries, key=is_other)
 
 
 def _current_folder() -> str:
@@ -88,7 +83,7 @@ def start_python(
     module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start `main()` of `module` in a new Python: without inherited state, without a main guard."""
-    path = _libraries_first(sys_path)
+    path = _standard_library_first(sys_path)
     command = [sys.executable, "-c", _BOOTSTRAP.format(module=module), str(len(path)), *path, *arguments]
     # In a folder that has been removed, Python 3.13.0 cannot import its own modules.
     return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)

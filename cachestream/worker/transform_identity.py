@@ -4,7 +4,8 @@ Two transforms of one identity make the same samples, as far as can be seen: fil
 environments do not count. The identity of an unchanged transform is the same in every process and run of one
 Python version: it has no memory addresses, no order of sets, no line numbers, no comments and no names of
 modules. Libraries (the standard one, and what is installed) count by the names that are used of them, and
-random generators by their type, because most are seeded by the system.
+random generators by their type, because most are seeded by the system. State that a transform changes, such
+as a count of its calls, counts as it is when the worker is started.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import xxhash
 _PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType})
 _MARSHAL: Final = 2  # the last version without references, which depend on who else holds the values
 _LARGE_BYTES: Final = 1 << 28
-_MANY: Final = 10_000  # of more values not all are looked at: a table in a mapped file may exceed the memory
+_MANY: Final = (
+    10_000  # of more values, only some are looked at: a table in a mapped file may exceed the memory
+)
 _GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 # Wrappers, and what they hold.
 _MEMBERS: Final[dict[type, tuple[str, ...]]] = {
@@ -48,17 +51,16 @@ _FLAGS: Final = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERAT
 _NO_CONTENT: Final = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__"})
 
 
-def python_version() -> str:
-    """The version of Python, with which identities begin: another one compiles the same code otherwise."""
-    return "python {}.{}".format(*sys.version_info)
-
-
 def transform_identity(transform: Any) -> str:
-    """The identity of a transform; "" if its values are nested too deeply to be compared."""
+    """The identity of a transform; "" if its values cannot be compared.
+
+    It begins with the version of Python: another one compiles the same code otherwise.
+    """
     try:
-        return f"{python_version()}:{'' if transform is None else _Digester().of(transform)}"
-    except RecursionError:
+        digest = "" if transform is None else _Digester().of(transform)
+    except Exception:  # noqa: BLE001  code of the user's: any object may be bound, and answer with any error
         return ""
+    return "python {}.{}:{}".format(*sys.version_info, digest)
 
 
 def is_same_transform(one: str, other: str) -> bool:
@@ -150,7 +152,7 @@ class _Digester:
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        except Exception:  # noqa: BLE001  code of the user's: what does not pickle counts by its class
+        except Exception:  # noqa: BLE001  what does not pickle counts by its class
             return
         if not isinstance(reduced, tuple):
             yield f"{getattr(value, '__module__', '')}.{reduced}"

@@ -298,7 +298,7 @@ def start_worker(
             choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
         with _warn_if_slow(
             _STARTING_S,
-            f"{cache.path}: its worker has not started within {_STARTING_S:g} s (the call gives up after two minutes at most): another "
+            f"{cache.path}: its worker has not started within {_STARTING_S:g} s (the call gives up after three minutes at most): another "
             f"process holds {cache.directory.worker_file('attach.lock')} while it starts or stops a worker, or the machine is "
             f"very busy; see {cache.directory.worker_file('log.txt')}",
         ):
