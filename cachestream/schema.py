@@ -304,6 +304,18 @@ class ShardRow:
     last_used: int
 
 
+def holds_integers_of(value: Any, array: npt.NDArray[Any]) -> bool:
+    """Return whether `array`, made of the list `value`, holds all integers in it exactly.
+
+    Beside floats, and beside unsigned ones, integers become floats, which are exact up to 2**53.
+    """
+    if array.dtype != np.float64 or not (np.abs(array) >= 2.0**53).any():
+        return True
+    if isinstance(value, list | tuple):
+        return all(holds_integers_of(item, array) for item in value)
+    return not isinstance(value, int | np.integer) or int(float(value)) == int(value)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.

@@ -175,7 +175,7 @@ def load_shared(fd: int) -> Job:
         end = start + size
         buffers.append(memory[start:end])
     shared: Job = replace(job, payload=Packed(job.payload.data, tuple(buffers)))
-    sys.path[:] = shared.sys_path
+    sys.path[:] = shared.sys_path or sys.path
     return shared
 
 

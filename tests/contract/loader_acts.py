@@ -102,7 +102,7 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "in order": {"shuffle": False},
     "sampler": {"sampler": Backwards},
     "fewer": {"epoch_size": 20},
-    "more": {"epoch_size": 90},
+    "more": {"epoch_size": 150},
     "where": {"where": not_third},
     "columns": {"columns": ["number"]},
     "held out": {"split": "train", "holdout": 0.25},

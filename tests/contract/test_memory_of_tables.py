@@ -35,7 +35,7 @@ else:
     pq.write_table(table, path, compression="zstd")
 """
 _READ = """
-import json, resource, sys
+import json, sys
 import numpy as np
 import cachestream as cs
 source = cs.open_source(sys.argv[1], max_object_size="20MB")
@@ -45,7 +45,9 @@ try:
         num_rows += 1
 except cs.SampleError as error:
     reason, lost = str(error), error.lost
-print(json.dumps([num_rows, lost, reason, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+with open("/proc/self/status") as status:  # ru_maxrss would count the process that was forked
+    (most_kib,) = (int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+print(json.dumps([num_rows, lost, reason, most_kib / 1024]))
 """
 
 

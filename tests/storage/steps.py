@@ -60,7 +60,7 @@ class Steps:
         real = {name: getattr(os, name) for name in (*_CALLS, "open", "write")}
         for name in _CALLS:
             setattr(os, name, self._counted(name, real[name]))
-        steps, real_connect = self, sqlite3.connect
+        steps, real_connect, counted = self, sqlite3.connect, _counted_connection(self.statement)
 
         def counted_open(path: Any, flags: int, *rest: Any, **named: Any) -> int:
             if flags & os.O_CREAT:
@@ -76,17 +76,8 @@ class Steps:
             rest: int = real["write"](fd, view[half:])
             return half + rest
 
-        class Connection(sqlite3.Connection):
-            def execute(self, statement: str, *rest: Any) -> sqlite3.Cursor:
-                steps.statement(statement)
-                return super().execute(statement, *rest)
-
-            def executemany(self, statement: str, *rest: Any) -> sqlite3.Cursor:
-                steps.statement(statement)
-                return super().executemany(statement, *rest)
-
         def connect(*args: Any, **named: Any) -> sqlite3.Connection:
-            return real_connect(*args, factory=Connection, **named)
+            return real_connect(*args, factory=counted, **named)
 
         os.open, os.write = counted_open, counted_write
         sqlite3.connect = connect  # type: ignore[assignment]
@@ -280,3 +271,23 @@ def copy_of(template: Path, scratch: Path) -> Path:
     if template.exists():
         shutil.copytree(template, path)
     return path
+
+
+def _counted_connection(step: Callable[[str], None]) -> type[sqlite3.Connection]:
+    """A class of connections that tell each of their statements."""
+
+    class Connection(sqlite3.Connection):
+        def execute(self, statement: str, *rest: Any) -> sqlite3.Cursor:
+            step(statement)
+            return super().execute(statement, *rest)
+
+        def executemany(self, statement: str, *rest: Any) -> sqlite3.Cursor:
+            step(statement)
+            return super().executemany(statement, *rest)
+
+        def __exit__(self, *error: object) -> Any:  # commits in C
+            if error[0] is None and self.in_transaction:
+                step("COMMIT")
+            return super().__exit__(*error)  # type: ignore[arg-type]
+
+    return Connection

@@ -124,14 +124,6 @@ def test_the_first_shard_of_integers_has_floats_where_the_first_samples_of_anoth
         assert epoch(loader) == ({torch.float64}, INTEGERS)
 
 
-def test_integers_beyond_2_to_the_53_are_rounded(new_cache: NewCache) -> None:
-    cache = new_cache()
-    add_shard(cache, [("a", 2**53 + 1)])
-    add_shard(cache, [("b", 0.5), ("c", 2**60 + 1)])
-    with cache.snapshot() as dataset:
-        assert [dataset[i].item() for i in range(3)] == [2.0**53, 0.5, 2.0**60]
-
-
 def test_readers_without_the_module_in_c_convert_the_same(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
+from cachestream.schema import holds_integers_of
 from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
 from cachestream.sources.plugins import plugin_decoder
 from cachestream.sources.user_code import call_decoder
@@ -144,18 +145,6 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
     except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
         return None
     return array if holds_integers_of(value, array) else None
-
-
-def holds_integers_of(value: Any, array: npt.NDArray[Any]) -> bool:
-    """Return whether `array`, made of the list `value`, holds all integers in it exactly.
-
-    Beside floats, and beside unsigned ones, integers become floats, which are exact up to 2**53.
-    """
-    if array.dtype != np.float64 or not (np.abs(array) >= 2.0**53).any():
-        return True
-    if isinstance(value, list | tuple):
-        return all(holds_integers_of(item, array) for item in value)
-    return not isinstance(value, int | np.integer) or int(float(value)) == int(value)
 
 
 def decode_json_value(data: Buffer) -> Any:

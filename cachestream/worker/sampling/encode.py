@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError, SchemaMismatchError
-from cachestream.schema import BFLOAT16, STORAGE, Container, Field, FieldKind, Schema
+from cachestream.schema import BFLOAT16, STORAGE, Container, Field, FieldKind, Schema, holds_integers_of
 from cachestream.sources.base import Rows
-from cachestream.sources.decode.values import holds_integers_of
 
 BytesLike = bytes | npt.NDArray[np.uint8]
 
