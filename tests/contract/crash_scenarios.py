@@ -16,13 +16,13 @@ from tests.contract.conftest import NUM_SAMPLES, SHARD_SIZE, numbered
 __all__ = ["SCENARIOS", "fill"]
 
 
-def fill(path: Path) -> None:
-    """Fill the cache to the end of its pass."""
+def fill(path: Path, timeout_s: float = 15.0) -> None:
+    """Fill the cache to the end of its pass; a worker waits for a disk that fails for as long as it is let."""
     with (
         cs.Cache(path, "4MB", min_free=0) as cache,
         cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1, shard_size=SHARD_SIZE) as worker,
     ):
-        worker.wait(timeout_s=100)
+        worker.wait(timeout_s)
 
 
 def train(path: Path) -> None:

@@ -109,7 +109,7 @@ def check(scenario: str, path: Path, outcome: Outcome, limit_bytes: int) -> None
     if scenario == "train":
         assert before == list(range(NUM_SAMPLES)), "a sample that was cached is gone"
     if scenario == "fill":
-        fill(path)
+        fill(path, timeout_s=120)
         assert numbers_in(path) == list(range(NUM_SAMPLES)), "not every sample exactly once"
     with cs.Cache(path) as cache:
         status = cache.status()
