@@ -60,7 +60,7 @@ def transform_identity(transform: Any) -> str:
         digest = "" if transform is None else _Digester().of(transform)
     except Exception:  # noqa: BLE001  code of the user's: any object may be bound, and answer with any error
         return ""
-    return "python {}.{}:{}".format(*sys.version_info, digest)
+    return f"python {sys.version_info.major}.{sys.version_info.minor}:{digest}"
 
 
 def is_same_transform(one: str, other: str) -> bool:

@@ -319,3 +319,16 @@ def test_the_shards_name_the_transform_without_its_values(cache: cs.Cache) -> No
     described = json.loads(shard.read_bytes()[8 : 8 + length])["__metadata__"]
     assert re.fullmatch(r"python 3\.\d+:[0-9a-f]{16}", json.loads(described["fill"])["transform"])
     assert b"a-secret-token" not in shard.read_bytes()
+
+
+class Torn:
+    """A value that answers any look at it with an error, as proxies outside of their context do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_a_transform_that_holds_what_cannot_be_compared_is_used_all_the_same(cache: cs.Cache) -> None:
+    torn = Torn()
+    fill(cache, lambda sample: sample if torn is not None else None)
+    assert cache.num_samples == 20
