@@ -17,7 +17,7 @@ from tests.support.s3 import S3Server
 
 LOGS: Final = {
     "Delta Lake": "_delta_log/00000000000000000000.json",
-    "Apache Iceberg": "metadata/00000-1d9c.metadata.json",
+    "Apache Iceberg": "metadata/00000-5a1e4f0c-9d1b-4c5e-8a7f-0123456789ab.metadata.json",
     "Apache Hudi": ".hoodie/hoodie.properties",
 }
 # Below the root of a table, where each format puts the rows of a partition.
@@ -118,7 +118,8 @@ def test_other_drivers_find_a_table_above_the_files_too() -> None:
 def test_parquet_beside_folders_of_like_names_is_read_as_before(tmp_path: Path) -> None:
     for folder in ("t/metadata", "t/day=1", "other/_delta_log"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "t/metadata/readme.json").write_text("{}")
+    for name in ("readme.json", "train.metadata.json", "0001.metadata.json"):
+        (tmp_path / "t/metadata" / name).write_text("{}")
     (tmp_path / "other/_delta_log/0.json").write_text("{}")
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "t/day=1/a.parquet")
     source = cs.open_source(tmp_path / "t", format="parquet")
