@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -99,6 +102,38 @@ def test_a_manifest_a_link_and_a_mixture_that_lead_into_a_table_are_refused(
         lambda: cs.ParquetSource(str(partition)),
     ):
         assert f"{root}/: is a table of {name}" in refusal(open_it)
+
+
+def test_the_search_on_s3_lists_nothing_that_lies_beside_an_absent_folder() -> None:
+    asked = list[str]()
+    entry = '<Contents><Key>{}</Key><Size>1</Size><ETag>"1"</ETag></Contents>'
+
+    class Bucket(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(parse_qs(urlsplit(self.path).query).get("prefix", [""])[0])
+            keys = [
+                key
+                for key in ("small/a.parquet", "small/metadata/v1.metadata.json")
+                if key.startswith(asked[-1])
+            ]
+            entries = "".join(map(entry.format, keys[:1]))
+            body = f"<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bucket) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_address[1]}"}
+        said = refusal(lambda: cs.open_source("s3://bucket/small/*.parquet", storage_options=options))
+        server.shutdown()
+    assert said.startswith("s3://bucket/small/: is a table of Apache Iceberg")
+    logs = ("_delta_log/", ".hoodie/", "metadata/", "metadata/v")
+    assert {one for one in asked if not one.endswith(logs)} == {"small/"}
 
 
 def test_other_drivers_find_a_table_above_the_files_too() -> None:
