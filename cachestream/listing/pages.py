@@ -120,6 +120,10 @@ class S3Listing:
         """Return the names of all objects below the prefix, as the store orders them."""
         return [name for names, _ in self._pages("", PAGE_NAMES) for name in names]
 
+    def first_names(self) -> list[str]:
+        """Return the names of the first page of objects below the prefix."""
+        return next(self._pages("", PAGE_NAMES))[0]
+
     def _pages(self, last: str, page_names: int) -> Iterator[tuple[list[str], bool]]:
         """Yield the names of the objects after `last`, page by page; True with the last page."""
         start, cut = (self.root + last) if last else "", len(self.root.partition("/")[2])

@@ -134,9 +134,12 @@ class FileSource:
         self._warn_of_loss()
 
     def _warn_of_loss(self) -> None:
-        """Log a warning if the first file is an image whose values are not kept whole, as depth and masks."""
+        """Log a warning if the first file is an image whose values are not kept whole, as depth and masks.
+
+        Of remotes, whose files are not read here, nothing is said.
+        """
         path, where = self._files.path(0), self._files.where(0)
-        if extension_of(self._files.key(0)) not in _LOSSY:
+        if not self._remote.is_local or extension_of(self._files.key(0)) not in _LOSSY:
             return
         try:
             loss = loss_of(RemoteObject(self._remote, path, where).head(_IMAGE_HEAD_BYTES))

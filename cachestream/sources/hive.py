@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
@@ -12,23 +14,35 @@ import numpy as np
 from cachestream.listing.file_list import FileList
 from cachestream.sources.decode.arrow import Batch, Unusable
 
+logger = logging.getLogger("cachestream")
+
 _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _WHOLE: Final = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 class FolderColumns:
-    """The columns that the folders of `files` name. Where a file has a column of that name, its folder wins.
+    """The columns that the folders of `files` name. Where a file has a column of that name, the file wins.
 
     As in pyarrow, the folders below a folder or wildcard that is given count, and of a list of files all
     folders in their paths. A column is int64 if all its values are whole numbers, else str. `chosen` are the
     columns to keep (None: all); `missing` has the values for files whose folders do not name a column, or
-    name it null.
+    name it null. A column that not all files have is left out unless `missing` has a value for it.
     """
 
     def __init__(self, files: FileList, chosen: Sequence[str] | None, missing: Mapping[str, Any]) -> None:
         path = files.key if files.is_searched or len(files) == 1 else files.where
         found = [dict(_named_in(path(index))) for index in range(len(files))]
-        names = dict.fromkeys(name for one in found for name in one)
+        counts = Counter(name for one in found for name in one)
+        names = [name for name in counts if counts[name] == len(found) or name in missing]
+        partial = [name for name in counts if name not in names and (chosen is None or name in chosen)]
+        if partial:
+            logger.warning(
+                "%s: the folders of some files name a column '%s' and those of others do not, so it is left out; to "
+                "have it, give its value for the others, fields={'%s': …}, or open the folders that name it",
+                files.shown,
+                "', '".join(partial),
+                partial[0],
+            )
         texts = {name: [one.get(name) for one in found] for name in names if chosen is None or name in chosen}
         self._values = {name: _as_numbers(values) for name, values in texts.items()}
         self._missing = missing
@@ -43,9 +57,11 @@ class FolderColumns:
     def added_to(self, batches: Iterator[Batch], index: int) -> Iterator[Batch]:
         """Yield the `batches` of file `index` with its columns; rows that lack a value are unusable."""
         own = self.of(index)
-        lacking = next((name for name, value in own.items() if value is None), None)
         for count, fields, bad in batches:
-            columns = {name: _column(value, count) for name, value in own.items()}
+            lacking = next(
+                (name for name, value in own.items() if value is None and name not in fields), None
+            )
+            columns = {name: _column(value, count) for name, value in own.items() if name not in fields}
             without = range(count if lacking else 0)
             yield (
                 count,

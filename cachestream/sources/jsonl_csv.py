@@ -175,7 +175,7 @@ class LinesSource(SampleFiles):
                     else self._objects(plain, begin, end, problems)
                 )
                 for number, sample in found:
-                    yield f"{key}#{number}", self._defaults.fill({**sample, **of_folders})
+                    yield f"{key}#{number}", self._defaults.fill(of_folders | sample)
         except SampleError as error:
             problems.add(str(error))
         problems.raise_any()

@@ -340,23 +340,27 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
             is_last = is_last or (end is not None and member.offset >= end)
             if not skip_first:
                 _read_file(group, extension, member, reader, stream)
-        _check_rest(stream, problems)
     except (TarError, SampleError) as error:
         problems.add(str(error))
         return
     if group is None or skip_first:
-        return
-    if reader.lacks_end_mark and not group.problem and not previous_extensions <= group.files.keys():
+        pass
+    elif reader.lacks_end_mark and not group.problem and not previous_extensions <= group.files.keys():
         problems.add(
             f"#{group.shown_key}: truncated: it ends after {stream.position:,} bytes, without the end mark"
         )
     else:
         yield group
+    _check_rest(stream, problems)
 
 
 def _check_rest(stream: Stream, problems: Problems) -> None:
     """Add a problem if another archive follows the end mark, as `cat` joins them."""
-    if find_header(bytes(stream.read(SCAN_BYTES)), 0) is not None:
+    try:
+        rest = bytes(stream.read(SCAN_BYTES))
+    except SampleError:  # packed data that are damaged after the end mark have cost no sample
+        return
+    if find_header(rest, 0) is not None:
         problems.add("another archive follows its end mark, and is not read; keep each in a file of its own")
 
 

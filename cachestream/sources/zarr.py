@@ -56,15 +56,16 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__()
         self.pid = os.getpid()
         self.num_fetched = 0  # objects, for the current coroutine
+        self.denied: Exception | None = None  # the first error of access to an object, for the same
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> tuple[T, int]:
-        """Run `coroutine` to its end; return its result, and how many objects it fetched.
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> tuple[T, int, Exception | None]:
+        """Run `coroutine` to its end; return its result, how many objects it fetched, and `denied`.
 
         After an error, what it has left behind is cancelled.
         """
-        self.num_fetched = 0
+        self.num_fetched, self.denied = 0, None
         try:
-            return self.run_until_complete(coroutine), self.num_fetched
+            return self.run_until_complete(coroutine), self.num_fetched, self.denied
         except BaseException:
             left = asyncio.all_tasks(self)
             for task in left:
@@ -98,7 +99,7 @@ def _loop() -> _Loop:
     return loop
 
 
-def _run(coroutine: Coroutine[Any, Any, T]) -> tuple[T, int]:
+def _run(coroutine: Coroutine[Any, Any, T]) -> tuple[T, int, Exception | None]:
     """Run `coroutine` in this thread; in another one if this one runs an event loop, as in a notebook."""
     if asyncio._get_running_loop() is None:
         return _loop().run(coroutine)
@@ -112,35 +113,17 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
     cachable = False
     async_impl = True
 
-    def __init__(self, remote: Remote, shown: str, max_bytes: int, absent: str) -> None:
+    def __init__(self, remote: Remote, shown: str, max_bytes: int) -> None:
         super().__init__(asynchronous=True)
-        self._remote, self._shown, self._max_bytes, self._absent = remote, shown, max_bytes, absent
-        self._denies_absent: bool | None = None
-
-    def _is_absent(self, error: Exception) -> bool:
-        """Return whether `error` says that an object is not there.
-
-        S3 answers 403 for one, unless its keys may be listed. Then it does so for the path `absent`, too.
-        """
-        kind = classify(error)
-        if kind == "denied" and self._denies_absent is None:
-            try:
-                patiently(lambda: RemoteObject(self._remote, self._absent, self._shown).head(1))
-                self._denies_absent = False
-            except Exception as other:  # noqa: BLE001  of any driver
-                self._denies_absent = classify(other) == "denied"
-            if self._denies_absent:
-                logger.warning(
-                    "%s: chunks to which access is denied are taken for absent and hold the fill value, as "
-                    "absent objects are denied here; let these credentials list the bucket to tell them apart",
-                    self._shown,
-                )
-        return kind == "missing" or (kind == "denied" and bool(self._denies_absent))
+        self._remote, self._shown, self._max_bytes = remote, shown, max_bytes
 
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
     ) -> memoryview:
-        """Return the bytes of one object. FileNotFoundError tells zarr of a chunk of fill values."""
+        """Return the bytes of one object. FileNotFoundError tells zarr of a chunk of fill values.
+
+        An object to which access is denied may be absent, too: whoever runs the loop finds out.
+        """
         try:
             file = RemoteObject(self._remote, path, self._shown)
             if not self._remote.is_local:
@@ -153,7 +136,9 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
         except CacheStreamError:
             raise
         except Exception as error:
-            if self._is_absent(error):
+            if (kind := classify(error)) == "denied":
+                _loop().denied = _loop().denied or error
+            if kind in ("missing", "denied"):
                 raise FileNotFoundError(path) from None
             with map_errors(self._shown, one_of_many=True, secrets=self._remote.secrets):
                 raise
@@ -169,7 +154,8 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
 class ZarrArray:
     """A Zarr array, of which the metadata and then the chunks (or parts of shards) of each window are read.
 
-    Thread-safe, fork-safe and picklable. A missing chunk holds the fill value, as the format defines.
+    Thread-safe, fork-safe and picklable. A missing chunk holds the fill value, as the format defines; so does
+    one to which access is denied, if absent objects are denied there and the metadata can still be read.
     Raises SampleError for malformed data, and otherwise as `map_errors`.
     """
 
@@ -177,6 +163,7 @@ class ZarrArray:
         zarr_library()
         self._remote, self._path, self.shown = remote, path.rstrip("/"), shown
         self._metadata = self._read_metadata()
+        self._denies_absent: bool | None = None
         with self._malformed("its metadata make no array"):
             self._max_bytes = 2 * _chunk_bytes(self._metadata) + MAX_METADATA_BYTES
             self._array = self._open()
@@ -195,20 +182,42 @@ class ZarrArray:
         """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
         window = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
         with self._malformed("a chunk cannot be decoded"):
-            values, num_fetched = _run(self._array.getitem(window))
+            values, num_fetched, denied = _run(self._array.getitem(window))
             found = np.asarray(values)
         if found.shape != tuple(size):
             raise SampleError(f"{self.shown}: a window of {found.shape} came, not {tuple(size)}")
-        if not num_fetched:
-            self._read_metadata()  # no chunk exists: raise if the array is gone, too
+        if denied is not None or not num_fetched:
+            # After the chunks, not before: raise if the array is gone, or access has ended in the meantime.
+            self._read_metadata()
+        if denied is not None and not self._is_denied_if_absent():
+            with map_errors(self.shown, one_of_many=True, secrets=self._remote.secrets):
+                raise denied
         return np.ascontiguousarray(found, self.dtype.newbyteorder("="))
 
     def _open(self) -> Any:
         zarr = zarr_library()
-        other = "zarr.json" if self._metadata.get("zarr_format") == 2 else ".zarray"  # of the other version
-        files = _Files(self._remote, self.shown, self._max_bytes, f"{self._path}/{other}")
+        files = _Files(self._remote, self.shown, self._max_bytes)
         store = zarr.storage.FsspecStore(files, read_only=True, path=self._path)
         return zarr.AsyncArray(self._metadata, zarr.storage.StorePath(store))
+
+    def _is_denied_if_absent(self) -> bool:
+        """Return whether access to absent objects is denied here, as on S3 unless the keys may be listed."""
+        if self._denies_absent is None:
+            other = (
+                "zarr.json" if self._metadata.get("zarr_format") == 2 else ".zarray"
+            )  # of the other version
+            try:
+                patiently(lambda: RemoteObject(self._remote, f"{self._path}/{other}", self.shown).head(1))
+                self._denies_absent = False
+            except Exception as error:  # noqa: BLE001  of any driver
+                self._denies_absent = classify(error) == "denied"
+            if self._denies_absent:
+                logger.warning(
+                    "%s: chunks to which access is denied are taken for absent and hold the fill value, as "
+                    "absent objects are denied here; let these credentials list the bucket to tell them apart",
+                    self.shown,
+                )
+        return self._denies_absent
 
     @contextlib.contextmanager
     def _malformed(self, what: str) -> Iterator[None]:

@@ -124,7 +124,7 @@ def test_a_list_of_files_names_all_of_its_columns_and_a_single_file_none(tmp_pat
 
 def test_files_whose_folders_name_no_value_are_counted_unless_there_is_a_default(tmp_path: Path) -> None:
     make_hive(tmp_path / "t")
-    for name in ("label=cat", "label=__HIVE_DEFAULT_PARTITION__/part=5"):
+    for name in ("label=cat/part=__HIVE_DEFAULT_PARTITION__", "label=__HIVE_DEFAULT_PARTITION__/part=5"):
         (tmp_path / "t" / name).mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"x": [7, 8]}), tmp_path / "t" / name / "more.parquet")
     _, count, reasons = lost(cs.open_source(tmp_path / "t"))
@@ -137,10 +137,29 @@ def test_files_whose_folders_name_no_value_are_counted_unless_there_is_a_default
     assert {"x": 7, "label": "cat", "part": 0} in filled
 
 
-def test_a_column_of_the_folders_gives_its_value_where_files_have_it_too(tmp_path: Path) -> None:
-    (tmp_path / "t/y=1").mkdir(parents=True)
-    pq.write_table(pa.table({"x": [1], "y": [9]}), tmp_path / "t/y=1/0.parquet")
-    assert samples(cs.open_source(tmp_path / "t")) == [{"x": 1, "y": 1}]
+def test_a_column_of_the_files_keeps_its_values_where_folders_name_it_too(tmp_path: Path) -> None:
+    for number in range(2):
+        folder = tmp_path / f"t/y={number}"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"x": [1], "y": [9]}), folder / "0.parquet")
+        feather.write_feather(pa.table({"x": [1], "y": [9]}), folder / "0.arrow", compression="uncompressed")
+        (folder / "0.csv").write_text("x,y\n1,9\n")
+    for ending in ("parquet", "arrow", "csv"):
+        assert samples(cs.open_source(f"{tmp_path}/t/**/*.{ending}")) == [{"x": 1, "y": 9}] * 2
+        assert samples(cs.open_source(f"{tmp_path}/t/y=0/0.{ending}")) == [{"x": 1, "y": 9}]
+        only = cs.open_source(f"{tmp_path}/t/**/*.{ending}", columns=["y"])
+        assert samples(only) == [{"y": 9}] * 2
+
+
+def test_a_column_that_only_some_folders_name_is_left_out_and_told(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "t/lr=0.1").mkdir(parents=True)
+    for number, name in enumerate(("b", "lr=0.1/a")):
+        pq.write_table(pa.table({"x": [number]}), tmp_path / f"t/{name}.parquet")
+    assert samples(cs.open_source(tmp_path / "t")) == [{"x": 0}, {"x": 1}]
+    assert len(said) == 1
+    assert "name a column 'lr'" in said[0]
+    filled = samples(cs.open_source(tmp_path / "t", fields={"lr": ""}))
+    assert filled == [{"x": 0, "lr": ""}, {"x": 1, "lr": "0.1"}], "the advice works"
 
 
 def test_samples_cached_without_the_columns_of_folders_are_of_another_source(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def test_an_archive_behind_the_end_of_another_is_counted(
     assert "another archive follows its end mark" in reason
 
 
+@pytest.mark.parametrize("rest", [slice(None, -8), slice(None)])
+def test_a_packed_archive_whose_end_mark_is_whole_gives_all_of_its_samples(
+    tmp_path: Path, rest: slice
+) -> None:
+    packed = gzip.compress(tar_of("0.cls", "1.cls"))[rest]
+    (tmp_path / "a.tar.gz").write_bytes(packed if rest.stop else packed + b"\n")
+    samples, lost, _ = read(cs.open_source(str(tmp_path / "a.tar.gz")))
+    assert (len(samples), lost) == (2, 0)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "jsonl.gz"])
 def test_a_file_that_is_cut_while_it_is_read_counts_what_is_gone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"

@@ -180,3 +180,19 @@ def test_a_zarr_array_whose_metadata_are_denied_is_refused(bucket: Any, tmp_path
     bucket[0].denied.add(".zarray")
     with pytest.raises(cs.SourceError, match="access denied"):
         cs.open_source("s3://bucket/a.zarr", window=20, windows="grid", storage_options=bucket[1])
+
+
+def test_a_window_of_a_zarr_array_is_lost_if_access_ends_while_it_is_read(
+    bucket: Any, tmp_path: Path
+) -> None:
+    array = zarr.create_array(
+        str(tmp_path / "a.zarr"), shape=(20,), chunks=(5,), dtype="i4", zarr_format=2, fill_value=7
+    )
+    array[:10] = np.arange(10)  # the others are absent
+    source = cs.open_source("s3://bucket/a.zarr", window=20, windows="grid", storage_options=bucket[1])
+    assert len(read(source)) == 1
+    bucket[0].denied |= {".zarray", "1"}
+    with pytest.raises(cs.SourceError, match="access denied"):
+        read(source)
+    bucket[0].denied.clear()
+    assert np.array_equal(read(source)[0][1]["array"], [*range(10), *[7] * 10])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +20,7 @@ from tests.support.s3 import S3Server
 
 LOGS: Final = {
     "Delta Lake": "_delta_log/00000000000000000000.json",
-    "Apache Iceberg": "metadata/00000-1d9c.metadata.json",
+    "Apache Iceberg": "metadata/00000-5a1e4f0c-9d1b-4c5e-8a7f-0123456789ab.metadata.json",
     "Apache Hudi": ".hoodie/hoodie.properties",
 }
 # Below the root of a table, where each format puts the rows of a partition.
@@ -101,6 +104,38 @@ def test_a_manifest_a_link_and_a_mixture_that_lead_into_a_table_are_refused(
         assert f"{root}/: is a table of {name}" in refusal(open_it)
 
 
+def test_the_search_on_s3_lists_nothing_that_lies_beside_an_absent_folder() -> None:
+    asked = list[str]()
+    entry = '<Contents><Key>{}</Key><Size>1</Size><ETag>"1"</ETag></Contents>'
+
+    class Bucket(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(parse_qs(urlsplit(self.path).query).get("prefix", [""])[0])
+            keys = [
+                key
+                for key in ("small/a.parquet", "small/metadata/v1.metadata.json")
+                if key.startswith(asked[-1])
+            ]
+            entries = "".join(map(entry.format, keys[:1]))
+            body = f"<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bucket) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_address[1]}"}
+        said = refusal(lambda: cs.open_source("s3://bucket/small/*.parquet", storage_options=options))
+        server.shutdown()
+    assert said.startswith("s3://bucket/small/: is a table of Apache Iceberg")
+    logs = ("_delta_log/", ".hoodie/", "metadata/", "metadata/v")
+    assert {one for one in asked if not one.endswith(logs)} == {"small/"}
+
+
 def test_other_drivers_find_a_table_above_the_files_too() -> None:
     import fsspec
 
@@ -118,7 +153,8 @@ def test_other_drivers_find_a_table_above_the_files_too() -> None:
 def test_parquet_beside_folders_of_like_names_is_read_as_before(tmp_path: Path) -> None:
     for folder in ("t/metadata", "t/day=1", "other/_delta_log"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "t/metadata/readme.json").write_text("{}")
+    for name in ("readme.json", "train.metadata.json", "0001.metadata.json"):
+        (tmp_path / "t/metadata" / name).write_text("{}")
     (tmp_path / "other/_delta_log/0.json").write_text("{}")
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "t/day=1/a.parquet")
     source = cs.open_source(tmp_path / "t", format="parquet")

@@ -24,8 +24,8 @@ _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 class ColumnOptions:
     """The columns to read of tables, and the conversion of their values; see `ParquetSource`.
 
-    `defaults` are those of optional fields; `of_folders` are columns that come from the names of folders, and
-    not from the files (see `FolderColumns`). Raises ConfigError for invalid options.
+    `defaults` are those of optional fields; `of_folders` are columns that come from the names of folders
+    where the files lack them (see `FolderColumns`). Raises ConfigError for invalid options.
     """
 
     columns: Sequence[str] | None = None
@@ -63,8 +63,8 @@ class ColumnOptions:
         self._check_names(arrow, schema, where)
         if names is None:
             names = [name for name in schema.names if not (of_parquet and _PANDAS_INDEX.fullmatch(name))]
-        names = [name for name in names if name not in self.of_folders]
         known = {*schema.names}
+        names = [name for name in names if name in known or name not in self.of_folders]
         there = [name for name in names if name in known or (of_parquet and _has_member(arrow, schema, name))]
         for name in names:
             if name not in there and name not in self.defaults:
