@@ -59,6 +59,7 @@ def wrong(first: int, last: int, size: int | str, length: int) -> Answer:
         pytest.param(lambda *_: Answer(204), id="no content"),
     ],
 )
+@pytest.mark.usefixtures("short_waits")
 def test_a_part_that_is_not_the_one_asked_for_is_an_error_and_no_sample(
     make: Callable[[int, int], Answer],
 ) -> None:
@@ -74,6 +75,27 @@ def test_a_part_that_is_not_the_one_asked_for_is_an_error_and_no_sample(
         assert values.ravel()[0] % 1000 == 0
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_a_wrong_answer_now_and_then_costs_no_sample_and_no_opening() -> None:
+    turns = itertools.count()
+
+    def decide(_: str, wanted: str | None) -> Answer:
+        first, last = ranged(ARRAY, wanted)
+        is_wrong = next(turns) % 2 == 0
+        return (
+            wrong(first + 64, last + 64, len(ARRAY), last + 1 - first)
+            if is_wrong
+            else answer_with(ARRAY, wanted)
+        )
+
+    with serve(decide) as url:
+        samples, error = rows_of(cs.ArraySource(f"{url}/x.npy", window=100, windows="grid"))
+    assert error is None
+    assert len(samples) == 2
+    assert next(turns) > 4
+
+
+@pytest.mark.usefixtures("short_waits")
 def test_an_answer_without_content_is_no_empty_file() -> None:
     answers = {
         "/204.txt": Answer(204),
