@@ -109,8 +109,8 @@ def test_the_sizes_of_dictionaries_cost_few_bytes_and_small_ones_leave_batches_l
         return answer_with(data, wanted)
 
     with serve(decide) as url:
-        rows = cs.ParquetSource(f"{url}/x.parquet").read_rows(0, rng)
-        first: Any = next(rows)
+        rows: Any = cs.ParquetSource(f"{url}/x.parquet").read_rows(0, rng)
+        first = next(rows)
         rows.close()
     assert len(first.keys) == 4096
     assert sum(asked) < 1.1 * len(data)
