@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -215,8 +215,7 @@ class Manifest:
             return self._parquet(file)
         delimiter = _TABLES.get(self._ending.removesuffix(".gz")[-4:])
         if delimiter is not None:
-            rows = csv.reader(_lines(file), delimiter=delimiter, skipinitialspace=True)
-            return self._table(_of_one_line(rows))
+            return self._table(_sound_rows(file, delimiter))
         names = (line.strip() for line in _lines(file))
         return ((name, None) for name in names if name and not name.startswith("#"))
 
@@ -283,12 +282,33 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
         yield line
 
 
-def _of_one_line(rows: Any) -> Iterator[list[str]]:
-    """Yield the `rows` of a csv.reader. Raises ValueError where a quote takes several lines into a value."""
-    for number, row in enumerate(rows, 1):
-        if rows.line_num != number:
-            raise ValueError(f"row {number}: a quote takes the line after it into its value")
+def _sound_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[list[str]]:
+    """Yield the rows of a table. Raises ValueError where a quote that is not closed takes lines into a value."""
+    taken = list[str]()  # the lines of one row
+
+    def lines() -> Iterator[str]:
+        for line in _lines(text):
+            taken.append(line)
+            yield line
+
+    for number, row in enumerate(csv.reader(lines(), delimiter=delimiter, skipinitialspace=True), 1):
+        if len(taken) > 1 and not is_sound_csv(taken, delimiter, skipinitialspace=True):
+            raise ValueError(
+                f"row {number}: a quote takes {len(taken)} lines into one value; if the quote belongs to the text, "
+                'write "" inside a quoted value'
+            )
+        taken.clear()
         yield row
+
+
+def is_sound_csv(lines: Iterable[str], delimiter: str, *, skipinitialspace: bool = False) -> bool:
+    """Return whether each quote that opens a value in `lines` is closed at its end."""
+    try:
+        for _ in csv.reader(lines, delimiter=delimiter, skipinitialspace=skipinitialspace, strict=True):
+            pass
+    except csv.Error:
+        return False
+    return True
 
 
 @contextmanager

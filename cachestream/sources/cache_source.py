@@ -40,8 +40,9 @@ class CacheSource(SampleFiles):
     def __init__(self, url: Url, *, storage_options: Mapping[str, Any] | None = None) -> None:
         given: Any = url
         if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            found = "an empty path" if isinstance(given, str | os.PathLike) else f"a {type(given).__name__}"
             raise ConfigError(
-                f"CacheSource takes the path or URL of one cache, not a {type(given).__name__}; several are read by mix()"
+                f"CacheSource takes the path or URL of one cache, not {found}; several are read by mix()"
             )
         files = _list_shards(os.fspath(url).rstrip("/"), storage_options)
         self.cache_folder = os.path.realpath(f"{files.path(0)}/../..") if files.remote.is_local else None

@@ -26,7 +26,7 @@ import numpy as np
 from cachestream.config import format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
-from cachestream.listing.manifest import NUMBER_TYPES, parse_float, parse_int
+from cachestream.listing.manifest import NUMBER_TYPES, is_sound_csv, parse_float, parse_int
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import COMPRESSED_ENDINGS, LINES_ENDINGS
 from cachestream.sources.base import Problems, in_own_context
@@ -151,8 +151,8 @@ class LinesSource(SampleFiles):
         if len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
             raise ConfigError(
                 f"{where}: one column called {names[0][:80]!r}: its values stand between {other!r} and not between "
-                f"{delimiter!r}; write it anew, as pandas.read_csv(…, sep={other!r}).to_csv('….csv', index=False) "
-                "does" + (", or end its name in .tsv" if other == "\t" else "")
+                f"{delimiter!r}; rewrite the file with pandas.read_csv(…, sep={other!r}).to_csv('….csv', index=False)"
+                + (", or end its name in .tsv" if other == "\t" else "")
             )
         return names, [row for row in first if len(row) == len(names)]
 
@@ -175,7 +175,8 @@ class LinesSource(SampleFiles):
                     else self._objects(plain, begin, end, problems)
                 )
                 for number, sample in found:
-                    yield f"{key}#{number}", self._defaults.fill(of_folders | sample)
+                    whole = of_folders | sample if of_folders else sample
+                    yield f"{key}#{number}", self._defaults.fill(whole)
         except SampleError as error:
             problems.add(str(error))
         problems.raise_any()
@@ -224,7 +225,7 @@ class LinesSource(SampleFiles):
                 row = next(rows, None)
                 if row is None:
                     return
-                # A quote at the begin of a value may be a sign, which takes the rows up to the next one into it.
+                # A quote that belongs to the text, at the beginning of a value, takes the rows up to the next one.
                 found = self._taken_apart(row, taken, names, delimiter) if _may_be_open(taken) else (row,)
             except (ValueError, csv.Error) as error:
                 number += 1
@@ -243,24 +244,19 @@ class LinesSource(SampleFiles):
     def _taken_apart(
         self, row: list[str], lines: list[str], names: list[str], delimiter: str
     ) -> Sequence[list[str]]:
-        """Return the rows in the `lines` of a record: `row`, or each line where all are rows by themselves.
+        """Return the rows in the `lines` of a record: `row` if it is sound, else each line if all are rows.
 
-        Raises csv.Error where rows seem to be lost in a value, but which is not certain.
+        Raises csv.Error where neither holds.
         """
-        is_sound = _is_sound(lines, delimiter)
-        if is_sound and len(lines) == 1:
+        if is_sound_csv(lines, delimiter):
             return (row,)
         alone = [line.rstrip("\r\n").split(delimiter) for line in lines]
-        num_rows = sum(self._is_row(values, names) for values in alone)
-        # In a sound table of texts alone, a line with as many commas may belong to a value.
-        is_telling = len(names) > 1 and (delimiter == "\t" or {*self._types.values()} != {str})
-        if num_rows == len(lines) and (is_telling or not is_sound):
+        if all(self._is_row(values, names) for values in alone):
             return alone
-        if not is_sound or (is_telling and 2 * num_rows > len(lines)):
-            raise csv.Error(
-                f"a quote takes {len(lines)} lines into one value; where it is a sign, write it twice, within quotes"
-            )
-        return (row,)
+        raise csv.Error(
+            f"a quote takes {len(lines)} lines into one value; if the quote belongs to the text, "
+            'write "" inside a quoted value'
+        )
 
     def _is_row(self, values: list[str], names: list[str]) -> bool:
         try:
@@ -308,23 +304,13 @@ def _other_delimiter(rows: list[list[str]], delimiter: str) -> str:
 def _names_of_columns(rows: Iterator[list[str]], taken: list[str], delimiter: str) -> list[str]:
     """Return the first row that has values. Raises csv.Error where a quote takes other rows into it."""
     names = next(filter(None, rows), [])
-    if _may_be_open(taken) and not _is_sound(taken, delimiter):
+    if _may_be_open(taken) and not is_sound_csv(taken, delimiter):
         raise csv.Error("a quote is left open")
     return names
 
 
 def _may_be_open(lines: list[str]) -> bool:
     return len(lines) > 1 or (len(lines) == 1 and lines[0].count('"') % 2 == 1)
-
-
-def _is_sound(lines: list[str], delimiter: str) -> bool:
-    """Return whether each quote that opens a value in `lines` is closed at its end."""
-    try:
-        for _ in csv.reader(lines, delimiter=delimiter, strict=True):
-            pass
-    except csv.Error:
-        return False
-    return True
 
 
 def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:

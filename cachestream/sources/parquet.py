@@ -43,7 +43,8 @@ PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
-EXPANDED_BYTES: Final = 256 << 20  # of a batch in which every value is the largest one of its dictionary
+EXPANDED_BYTES: Final = 256 << 20  # of a batch in which every value is as large as its whole dictionary
+LARGE_DICTIONARY_BYTES: Final = 2 << 20  # above what writers make: they end a dictionary at about 1 MiB
 # Bytes of a decoded value. A list of a million zeros takes a few bytes in its file.
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 
@@ -186,18 +187,16 @@ class Footers:
 
 
 def _batch_rows(file: PagedFile, chunks: Iterable[ColumnChunk], row_bytes: float) -> int:
-    """Return the number of rows that take about BATCH_BYTES, and EXPANDED_BYTES at most.
+    """Return the number of rows that take about BATCH_BYTES, and EXPANDED_BYTES at most for large dictionaries.
 
     Values of a dictionary are decoded as often as they occur, and are in the file once.
     """
-    largest = 0
-    for chunk in chunks:
-        found = file.dictionary_at(chunk.start, chunk.stop) if chunk.has_dictionary else None
-        if found is not None:
-            nbytes, count = found
-            row_bytes += nbytes / count
+    largest = 1
+    for nbytes, count in file.dictionaries([(one.start, one.stop) for one in chunks if one.has_dictionary]):
+        row_bytes += nbytes / count
+        if nbytes > LARGE_DICTIONARY_BYTES:
             largest = max(largest, nbytes)
-    most = min(BATCH_BYTES / max(1.0, row_bytes), EXPANDED_BYTES / max(1, largest))
+    most = min(BATCH_BYTES / max(1.0, row_bytes), EXPANDED_BYTES / largest)
     return max(1, min(MAX_BATCH_ROWS, int(most)))
 
 

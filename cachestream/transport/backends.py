@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cachestream.transport import metering
+from cachestream.transport import metering, object_limit
 from cachestream.transport.driver import (
     CALL_BYTES,
     CALL_S,
@@ -263,6 +263,10 @@ class CallBackend(Backend):
 
     streams = tells_version = False
 
+    def __init__(self, remote: Remote, driver: Driver) -> None:
+        super().__init__(remote, driver)
+        self._most_bytes = remote.most_bytes
+
     @property
     def request_bytes(self) -> int:
         return metering.at_most(self._call_size.nbytes)
@@ -271,8 +275,10 @@ class CallBackend(Backend):
         info = await self.driver.filesystem._info(path)
         told = _version_of_info(info)
         # The client unpacks what Google's storage keeps packed, to another size than the one told.
-        is_packed = info.get("contentEncoding") not in _NOT_ENCODED
-        return Version(-1, told.tag) if is_packed else told
+        if info.get("contentEncoding") in _NOT_ENCODED:
+            return told
+        object_limit.check(told.size_bytes, self._most_bytes)  # as one call brings all of it
+        return Version(-1, told.tag)
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         if start < 0:  # the answer would not tell where its bytes lie

@@ -171,7 +171,8 @@ class Download:
     An error is resumed after a pause, by a request for the bytes that are missing, if the remote is
     unavailable and has sent bytes before (`num_bytes`): at most `RESUMES` times without a whole `PIECE_BYTES`
     in between, or `MORE_RESUMES` after such a piece. A read that never began is retried by the caller, with
-    the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds.
+    the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A wrong
+    answer is asked for again as often, whether bytes came before or not, and is final then.
 
     Bytes from `stop` on are not requested. A piece has at most `step_bytes`; after `patience_s` an incomplete
     one is handed over. A negative offset counts from the end.
@@ -299,7 +300,8 @@ class Download:
         self.close()
         if request is not None:
             self._file.remote.note_failure(request.backend.driver, error)
-        if isinstance(error, _TooSlowError) or classify_and_report(error) != "unavailable":
+        is_wrong = isinstance(error, WrongAnswerError)
+        if isinstance(error, _TooSlowError) or not (is_wrong or classify_and_report(error) == "unavailable"):
             return False
         most = RESUMES if self.num_bytes < PIECE_BYTES else MORE_RESUMES
-        return self.num_bytes > 0 and self._progress.failures < most
+        return (is_wrong or self.num_bytes > 0) and self._progress.failures < most

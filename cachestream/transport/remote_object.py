@@ -21,7 +21,7 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering, object_limit
-from cachestream.transport.backends import Span, Version, backend_of
+from cachestream.transport.backends import Span, Version, WrongAnswerError, backend_of
 from cachestream.transport.download import PART_BYTES, RESUMES, Download
 from cachestream.transport.driver import PIECE_S, result_of, run_blocking
 from cachestream.transport.local_files import LocalFile, LocalStream, fetch_local
@@ -85,6 +85,14 @@ class RemoteObject:
             self.check(self._stat())
 
     def _stat(self) -> Version:
+        delays = backoff_delays(random)
+        for _ in range(RESUMES):
+            with contextlib.suppress(WrongAnswerError):
+                return self._stat_once()
+            metering.wait(next(delays))
+        return self._stat_once()
+
+    def _stat_once(self) -> Version:
         backend = backend_of(self.remote)
         metering.asking(1)
         try:

@@ -7,11 +7,13 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import fsspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
 import cachestream as cs
 from tests.contract.servers import Answer, answer_with, ranged, serve
@@ -59,6 +61,7 @@ def wrong(first: int, last: int, size: int | str, length: int) -> Answer:
         pytest.param(lambda *_: Answer(204), id="no content"),
     ],
 )
+@pytest.mark.usefixtures("short_waits")
 def test_a_part_that_is_not_the_one_asked_for_is_an_error_and_no_sample(
     make: Callable[[int, int], Answer],
 ) -> None:
@@ -74,6 +77,27 @@ def test_a_part_that_is_not_the_one_asked_for_is_an_error_and_no_sample(
         assert values.ravel()[0] % 1000 == 0
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_a_wrong_answer_now_and_then_costs_no_sample_and_no_opening() -> None:
+    turns = itertools.count()
+
+    def decide(_: str, wanted: str | None) -> Answer:
+        first, last = ranged(ARRAY, wanted)
+        is_wrong = next(turns) % 2 == 0
+        return (
+            wrong(first + 64, last + 64, len(ARRAY), last + 1 - first)
+            if is_wrong
+            else answer_with(ARRAY, wanted)
+        )
+
+    with serve(decide) as url:
+        samples, error = rows_of(cs.ArraySource(f"{url}/x.npy", window=100, windows="grid"))
+    assert error is None
+    assert len(samples) == 2
+    assert next(turns) > 4
+
+
+@pytest.mark.usefixtures("short_waits")
 def test_an_answer_without_content_is_no_empty_file() -> None:
     answers = {
         "/204.txt": Answer(204),
@@ -204,3 +228,27 @@ def test_what_was_refused_once_is_asked_for_again_when_a_worker_goes_on_with_the
         assert (cache.num_samples, cache.status().skipped) == (60, 0)
         assert asked.count("/01.npy") == 1
         assert len(asked) < 60
+
+
+class PackedFiles(AsyncFileSystem):  # type: ignore[misc]
+    """An asynchronous driver that unpacks what its storage keeps packed, as Google's does."""
+
+    protocol = "packedfiles"
+    cachable = False
+    unpacked: Final[list[str]] = []
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": 3_000_000, "etag": "a", "contentEncoding": "gzip"}
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        self.unpacked.append(path)
+        return b"id\n1\n"
+
+
+def test_an_object_that_is_above_the_limit_while_packed_is_not_fetched() -> None:
+    fsspec.register_implementation("packedfiles", PackedFiles, clobber=True)
+    url = "packedfiles://a.csv"
+    with pytest.raises(cs.SourceError, match="more than 2 MB in one object; raise max_object_size="):
+        list(cs.open_source([url], max_object_size="2MB").read(0, RNG))
+    assert PackedFiles.unpacked == []
+    assert rows_of(cs.open_source([url], max_object_size="4MB")) == ([{"id": 1}], None)

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
 import cachestream as cs
+from tests.contract.servers import Answer, answer_with, ranged, serve
 
 _MAKE = """
 import sys
@@ -88,3 +91,41 @@ def test_rows_whose_value_is_above_the_bound_are_counted_and_the_others_are_read
     (failure,) = cache.status().failures
     assert failure.count == 2
     assert "column 'x' holds more than 2 MB in one object; raise max_object_size=" in failure.reason
+
+
+def test_the_sizes_of_dictionaries_cost_few_bytes_and_small_ones_leave_batches_large(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = pa.array([f"{i:024}" for i in range(30_000)])
+    columns = {
+        f"x{i}": pa.DictionaryArray.from_arrays(rng.integers(30_000, size=500_000, dtype=np.int32), texts)
+        for i in range(20)
+    }
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=500_000)
+    data, asked = path.read_bytes(), list[int]()
+    assert len(data) > 17 << 20
+
+    def decide(_: str, wanted: str | None) -> Answer:
+        first, last = ranged(data, wanted)
+        asked.append(last + 1 - first)
+        return answer_with(data, wanted)
+
+    with serve(decide) as url:
+        rows: Any = cs.ParquetSource(f"{url}/x.parquet").read_rows(0, rng)
+        first = next(rows)
+        rows.close()
+    assert len(first.keys) == 4096
+    assert sum(asked) < 1.1 * len(data)
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()])
+def test_a_dictionary_of_views_is_read_as_one_of_values(tmp_path: Path, kind: pa.DataType) -> None:
+    value: Any = "abc" if kind == pa.string_view() else b"abc"
+    column = pa.DictionaryArray.from_arrays(np.array([0, 1, 0], np.int32), pa.array([value, value * 2], kind))
+    table = pa.table({"x": column})
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    samples = [
+        one["x"] for _, one in cs.open_source(str(tmp_path / "x.arrow")).read(0, np.random.default_rng(0))
+    ]
+    assert samples == [value, value * 2, value]

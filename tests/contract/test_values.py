@@ -122,6 +122,12 @@ def test_a_list_of_dicts_is_refused_for_what_json_does_not_hold(value: Any) -> N
         read(source)
 
 
+def test_a_key_that_is_no_text_is_refused_however_deep_it_lies() -> None:
+    source = cs.DatasetSource([{"objects": [{"name": ("cat", [{"parts": {"a": {1: "b"}}}])}]}])
+    with pytest.raises(cs.SampleError, match="keys must be str, not 1"):
+        read(source)
+
+
 def test_numbers_of_numpy_in_a_list_of_dicts_are_numbers_of_json() -> None:
     record = {"id": np.int64(3), "score": np.float32(0.5), "is_crowd": np.bool_(True), "name": "cat"}
     (sample,) = read(cs.DatasetSource([{"objects": [record]}]))
@@ -140,6 +146,12 @@ def test_a_null_in_a_json_file_is_no_text_and_takes_the_default(tmp_path: Path) 
     (tmp_path / "x.json").write_text('{"caption": null, "id": 1}')
     source = cs.open_source(str(tmp_path / "x.json"), fields={"caption": ""})
     assert read(source) == [{"caption": "", "id": 1}]
+
+
+def test_an_empty_array_among_json_files_of_objects_has_no_samples(tmp_path: Path) -> None:
+    for name, text in {"a": '[{"id": 1}, {"id": 2}]', "b": "[]", "c": '[{"id": 3}]'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert read(cs.open_source(str(tmp_path))) == [{"id": 1}, {"id": 2}, {"id": 3}]
 
 
 # --- columns of tables ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import decode_image
-from cachestream.sources.decode.values import decode_with, looks_like_image, to_json
+from cachestream.sources.decode.values import decode_with, looks_like_image
 from cachestream.transport import object_limit
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Columns:
                 found[name] = _tensors(found[name], tuple(shape), order)
             return found
         if types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+            array = _without_views(self._arrow, array).dictionary_decode()
         kind = array.type
         if types.is_null(kind) and name not in self._nulls:
             raise SampleError(f"column '{name}' holds nothing but nulls: leave it out with columns=[…]")
@@ -291,11 +291,22 @@ def expanded_bytes(arrow: Any, batch: Any) -> int:
     nbytes = int(batch.nbytes)
     for column in batch.columns:
         if arrow.types.is_dictionary(column.type):
-            values = column.dictionary
+            values = _without_views(arrow, column).dictionary
             if _is_text(arrow.types, values.type) or _is_binary(arrow.types, values.type):
                 lengths = arrow.compute.binary_length(values)
                 nbytes += len(column) * (arrow.compute.max(lengths).as_py() or 0)
     return nbytes
+
+
+def _without_views(arrow: Any, array: Any) -> Any:
+    """Return a dictionary array without views of texts or bytes: pyarrow (26) cannot measure or repeat them."""
+    wide = {"string_view": arrow.large_string(), "binary_view": arrow.large_binary()}
+    kind = wide.get(str(array.type.value_type))
+    return (
+        array
+        if kind is None
+        else arrow.DictionaryArray.from_arrays(array.indices, array.dictionary.cast(kind))
+    )
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
@@ -315,7 +326,7 @@ def _buffers(array: Any) -> Iterator[memoryview | None]:
 
 def _as_json(name: str, value: Any) -> Any:
     try:
-        return to_json(value)
+        return json.dumps(value, ensure_ascii=False)  # its keys are texts
     except (TypeError, ValueError, RecursionError) as error:
         return Unusable(f"column '{name}' has no form as JSON: {error}")
 

@@ -6,7 +6,7 @@ Only the headers of the pages are parsed here (Thrift's compact protocol); pyarr
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from cachestream.transport import object_limit
@@ -17,6 +17,7 @@ from cachestream.transport.remote_object import RemoteObject
 # Pages hold many values, and no writer makes them larger unless a value is: smaller ones are always read.
 LEAST_LIMIT_BYTES: Final = 64 << 20
 _HEADER_BYTES: Final = 1 << 20  # a header may hold the least and the largest value
+_HEAD_BYTES: Final = 1024  # the header of a dictionary takes about 20
 _UNPACKED, _PACKED, _DICTIONARY, _COUNT = 2, 3, 7, 1  # numbers of fields: of a page header, of its parts
 
 Fields = dict[int, Any]
@@ -35,13 +36,22 @@ class PagedFile(SeekableFile):
         self._starts = [start for start, _ in ordered]
         self._ahead = [[start, stop] for start, stop in ordered]  # the next header and the end of each chunk
 
-    def dictionary_at(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Return the size of a chunk's dictionary when unpacked, and its number of values; None without one."""
-        header = _parse(super()._bytes(start, min(stop, start + _HEADER_BYTES)))
-        dictionary = header and header[0].get(_DICTIONARY)
-        if not header or not isinstance(dictionary, dict):
-            return None
-        return _number(header[0], _UNPACKED), max(1, _number(dictionary, _COUNT))
+    def dictionaries(self, chunks: Sequence[Span]) -> Iterator[tuple[int, int]]:
+        """Yield the size of each chunk's dictionary when unpacked, and its number of values."""
+        spans = [(start, min(stop, start + _HEAD_BYTES)) for start, stop in chunks]
+        # By one call, which has several requests under way.
+        heads = (
+            [super(PagedFile, self)._bytes(*span) for span in spans]
+            if self._held
+            else self._file.read_spans(spans)
+        )
+        for (start, stop), head in zip(chunks, heads, strict=True):
+            header = _parse(head)
+            if header is None and stop - start > len(head):  # cut off
+                header = _parse(super()._bytes(start, min(stop, start + _HEADER_BYTES)))
+            dictionary = header and header[0].get(_DICTIONARY)
+            if header and isinstance(dictionary, dict):
+                yield _number(header[0], _UNPACKED), max(1, _number(dictionary, _COUNT))
 
     def _bytes(self, start: int, stop: int) -> memoryview:
         data = super()._bytes(start, stop)

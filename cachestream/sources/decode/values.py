@@ -166,20 +166,19 @@ def to_json(value: Any) -> str:
     Raises TypeError or ValueError for what JSON cannot hold, such as arrays, bytes, dates, and keys that are
     no texts.
     """
-    _check_keys(value)
+    if isinstance(value, dict | list | tuple):
+        _check_keys(value)
     return json.dumps(value, ensure_ascii=False, default=_json_number)
 
 
-def _check_keys(value: Any) -> None:
+def _check_keys(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> None:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is no text")
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return
-    for item in value:
-        _check_keys(item)
+                raise TypeError(f"keys must be str, not {key!r}")
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (dict, list, tuple)):
+            _check_keys(item)
 
 
 def _json_number(value: Any) -> Any:
@@ -191,7 +190,7 @@ def _json_number(value: Any) -> Any:
 def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
     """Decode a JSON object to a dict of its fields, or another value, as `json_field` does.
 
-    An array of objects is a list of such dicts.
+    An array of objects is a list of such dicts, and so is an empty one.
     """
     # The default leaves it to json.loads to tell UTF-8, UTF-16 and UTF-32 apart.
     try:
@@ -202,7 +201,7 @@ def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
         raise ValueError(f"{error}; JSON Lines are read by open_source(…, format='lines')") from error
     if isinstance(value, dict):
         return {name: json_field(item) for name, item in value.items()}
-    if value and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         return [{name: json_field(item) for name, item in record.items()} for record in value]
     return json_field(value)
 
