@@ -177,7 +177,8 @@ def _check_keys(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> None:
             if not isinstance(key, str):
                 raise TypeError(f"keys must be str, not {key!r}")
     for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, (dict, list, tuple)):
+        # Most are texts, and isinstance is slow.
+        if type(item) is not str and isinstance(item, dict | list | tuple):
             _check_keys(item)
 
 
