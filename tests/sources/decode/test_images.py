@@ -392,7 +392,9 @@ def test_a_damaged_image_is_a_sample_error_or_an_image_of_the_asked_shape(data: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about metadata
         try:
-            found = decode_fields(bytes(content), ".jpg", "x.jpg", ImageOptions(crop=8))["image"].shape
+            fields = decode_fields(bytes(content), ".jpg", "x.jpg", ImageOptions(crop=8))
+            assert isinstance(fields, dict)
+            found = fields["image"].shape
         except SampleError as error:
             found = PLACE.search(str(error))
     assert found in (None, (3, 8, 8))
