@@ -20,6 +20,13 @@ from cachestream.sources.decode.values import decode_fields, decode_value
 from cachestream.transport import object_limit
 
 
+def decoded(data: bytes, extension: str, path: str, *options: Any) -> dict[str, Any]:
+    """The fields of a file that is one sample."""
+    found = decode_fields(data, extension, path, *options)
+    assert isinstance(found, dict)
+    return found
+
+
 def encoded(image: Image.Image, format_: str = "PNG", **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, format_, **options)
@@ -46,7 +53,7 @@ def gradient() -> np.ndarray[Any, Any]:
 def test_a_lossless_image_comes_as_uint8_channels_first_with_its_exact_pixels(
     gradient: npt.NDArray[np.uint8], format_: str
 ) -> None:
-    image = decode_fields(encoded(Image.fromarray(gradient), format_), f".{format_.lower()}", "x")["image"]
+    image = decoded(encoded(Image.fromarray(gradient), format_), f".{format_.lower()}", "x")["image"]
     assert image.dtype == np.uint8
     assert image.shape == (3, 20, 30)
     assert image.flags.c_contiguous
@@ -57,7 +64,7 @@ def test_a_lossless_image_comes_as_uint8_channels_first_with_its_exact_pixels(
 @pytest.mark.parametrize("format_", ["JPEG", "WEBP", "GIF"])
 def test_a_lossy_image_comes_close_to_its_pixels(gradient: npt.NDArray[np.uint8], format_: str) -> None:
     options = {} if format_ == "GIF" else {"quality": 95}
-    image = decode_fields(encoded(Image.fromarray(gradient), format_, **options), ".jpg", "x")["image"]
+    image = decoded(encoded(Image.fromarray(gradient), format_, **options), ".jpg", "x")["image"]
     assert image.shape == (3, 20, 30)
     assert np.abs(image.astype(int) - gradient.transpose(2, 0, 1)).mean() < 12
 
@@ -65,7 +72,7 @@ def test_a_lossy_image_comes_close_to_its_pixels(gradient: npt.NDArray[np.uint8]
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
 def test_every_mode_that_png_knows_becomes_rgb(gradient: npt.NDArray[np.uint8], mode: str) -> None:
     source = Image.fromarray(gradient).convert(mode)
-    image = decode_fields(encoded(source), ".png", "x")["image"]
+    image = decoded(encoded(source), ".png", "x")["image"]
     expected = np.asarray(source.convert("RGBA").convert("RGB")).transpose(2, 0, 1)
     assert np.array_equal(image, expected)
 
@@ -73,19 +80,19 @@ def test_every_mode_that_png_knows_becomes_rgb(gradient: npt.NDArray[np.uint8], 
 def test_a_palette_with_transparency_becomes_rgb_without_a_warning(gradient: npt.NDArray[np.uint8]) -> None:
     source = Image.fromarray(gradient).quantize(16)
     data = encoded(source, transparency=bytes(range(0, 160, 10)))
-    image = decode_fields(data, ".png", "x")["image"]
+    image = decoded(data, ".png", "x")["image"]
     assert np.array_equal(image, np.asarray(source.convert("RGB")).transpose(2, 0, 1))
 
 
 def test_a_cmyk_jpeg_becomes_rgb(gradient: npt.NDArray[np.uint8]) -> None:
     data = encoded(Image.fromarray(gradient).convert("CMYK"), "JPEG", quality=95)
-    image = decode_fields(data, ".jpg", "x")["image"]
+    image = decoded(data, ".jpg", "x")["image"]
     assert np.abs(image.astype(int) - gradient.transpose(2, 0, 1)).mean() < 12
 
 
 def test_16_bit_greys_keep_their_upper_8_bits_instead_of_being_clipped() -> None:
     grey = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(4, 256)
-    image = decode_fields(encoded(Image.fromarray(grey)), ".png", "x")["image"]
+    image = decoded(encoded(Image.fromarray(grey)), ".png", "x")["image"]
     assert np.array_equal(image, np.broadcast_to(grey >> 8, (3, 4, 256)))
 
 
@@ -100,7 +107,7 @@ def test_a_photograph_is_turned_upright_as_its_exif_data_say(orientation: int) -
         stored = stored.transpose(getattr(Image.Transpose, undo[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    image = decode_fields(encoded(stored, "JPEG", exif=exif, quality=100), ".jpeg", "x")["image"]
+    image = decoded(encoded(stored, "JPEG", exif=exif, quality=100), ".jpeg", "x")["image"]
     assert image.shape == (3, 16, 32)
     assert image[:, :7, :15].min() > 200
     assert image[:, 9:, :].max() < 50
@@ -109,7 +116,7 @@ def test_a_photograph_is_turned_upright_as_its_exif_data_say(orientation: int) -
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_broken_exif_data_do_not_spoil_the_pixels(gradient: npt.NDArray[np.uint8]) -> None:
     data = encoded(Image.fromarray(gradient), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"\xff" * 20)
-    assert decode_fields(data, ".jpg", "x")["image"].shape == (3, 20, 30)
+    assert decoded(data, ".jpg", "x")["image"].shape == (3, 20, 30)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.05, 0.5, 0.9])
@@ -119,7 +126,7 @@ def test_a_truncated_image_is_a_sample_error_that_names_the_path(
 ) -> None:
     data = encoded(Image.fromarray(np.tile(gradient, (5, 5, 1))), format_)
     with pytest.raises(SampleError, match=r"dir/a\.jpg"):
-        decode_fields(data[: int(len(data) * keep)], ".jpg", "dir/a.jpg")
+        decoded(data[: int(len(data) * keep)], ".jpg", "dir/a.jpg")
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_unpacked(
@@ -127,7 +134,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked(
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20 * 30 - 1)
     with pytest.raises(SampleError, match=r"bomb\.png.*pixels"):
-        decode_fields(encoded(Image.fromarray(gradient)), ".png", "bomb.png")
+        decoded(encoded(Image.fromarray(gradient)), ".png", "bomb.png")
 
 
 def test_a_format_outside_the_allow_list_is_refused_though_pillow_could_open_it(
@@ -135,11 +142,11 @@ def test_a_format_outside_the_allow_list_is_refused_though_pillow_could_open_it(
 ) -> None:
     data = encoded(Image.fromarray(gradient), "EPS")
     with pytest.raises(SampleError, match="cannot identify"):
-        decode_fields(data, ".jpg", "x.jpg")
+        decoded(data, ".jpg", "x.jpg")
 
 
 def test_a_png_that_is_called_jpg_is_read_as_what_it_is(gradient: npt.NDArray[np.uint8]) -> None:
-    image = decode_fields(encoded(Image.fromarray(gradient)), ".jpg", "x")["image"]
+    image = decoded(encoded(Image.fromarray(gradient)), ".jpg", "x")["image"]
     assert np.array_equal(image, gradient.transpose(2, 0, 1))
 
 
@@ -150,7 +157,7 @@ def test_a_png_that_is_called_jpg_is_read_as_what_it_is(gradient: npt.NDArray[np
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 0, 4)])
 def test_an_npy_file_comes_back_equal_native_and_contiguous(dtype: str, shape: tuple[int, ...]) -> None:
     array = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
-    found = decode_fields(saved(array), ".npy", "x")["array"]
+    found = decoded(saved(array), ".npy", "x")["array"]
     assert np.array_equal(found, array)
     assert found.shape == shape
     assert found.dtype == array.dtype.newbyteorder("=")
@@ -161,14 +168,14 @@ def test_an_npy_file_comes_back_equal_native_and_contiguous(dtype: str, shape: t
 
 def test_an_array_in_fortran_order_comes_back_in_c_order() -> None:
     array = np.asfortranarray(np.arange(12.0).reshape(3, 4))
-    found = decode_fields(saved(array), ".npy", "x")["array"]
+    found = decoded(saved(array), ".npy", "x")["array"]
     assert np.array_equal(found, array)
     assert found.flags.c_contiguous
 
 
 def test_an_npy_file_in_a_writable_buffer_is_not_copied() -> None:
     data = bytearray(saved(np.arange(1000.0)))
-    found = decode_fields(memoryview(data), ".npy", "x")["array"]
+    found = decoded(memoryview(data), ".npy", "x")["array"]
     assert np.shares_memory(found, np.frombuffer(data, np.uint8))
 
 
@@ -176,7 +183,7 @@ def test_an_array_that_needs_pickle_is_refused() -> None:
     stream = io.BytesIO()
     np.save(stream, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(SampleError, match="pickle"):
-        decode_fields(stream.getvalue(), ".npy", "x.npy")
+        decoded(stream.getvalue(), ".npy", "x.npy")
 
 
 @given(st.data())
@@ -186,7 +193,7 @@ def test_a_damaged_npy_file_is_a_sample_error_or_an_array_of_the_declared_size(d
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     del content[data.draw(st.integers(0, len(content))) :]
     try:
-        found = decode_fields(bytes(content), ".npy", "x.npy")["array"]
+        found = decoded(bytes(content), ".npy", "x.npy")["array"]
     except SampleError:
         return
     assert found.nbytes <= len(content)
@@ -195,7 +202,7 @@ def test_a_damaged_npy_file_is_a_sample_error_or_an_array_of_the_declared_size(d
 def test_the_arrays_of_an_npz_file_are_fields_of_their_own() -> None:
     stream = io.BytesIO()
     np.savez_compressed(stream, image=np.ones((3, 4), np.float32), name=np.array("cat"), id=np.int64(7))
-    fields = decode_fields(stream.getvalue(), ".npz", "x")
+    fields = decoded(stream.getvalue(), ".npz", "x")
     assert sorted(fields) == ["id", "image", "name"]
     assert fields["image"].shape == (3, 4)
     assert fields["name"] == "cat"
@@ -207,7 +214,7 @@ def test_an_npz_file_that_declares_too_much_is_refused_unread(monkeypatch: pytes
     stream = io.BytesIO()
     np.savez_compressed(stream, zeros=np.zeros(10_000))
     with pytest.raises(SampleError, match=r"more than 1 kB in one object"):
-        decode_fields(stream.getvalue(), ".npz", "x.npz")
+        decoded(stream.getvalue(), ".npz", "x.npz")
 
 
 def test_a_damaged_npz_member_is_found_by_its_checksum() -> None:
@@ -216,7 +223,7 @@ def test_a_damaged_npz_member_is_found_by_its_checksum() -> None:
     content = bytearray(stream.getvalue())
     content[400] ^= 1
     with pytest.raises(SampleError, match="CRC"):
-        decode_fields(bytes(content), ".npz", "x.npz")
+        decoded(bytes(content), ".npz", "x.npz")
 
 
 def test_an_npz_member_that_is_no_array_is_a_sample_error() -> None:
@@ -224,7 +231,7 @@ def test_an_npz_member_that_is_no_array_is_a_sample_error() -> None:
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("a.npy", b"not an array at all")
     with pytest.raises(SampleError, match="npy"):
-        decode_fields(stream.getvalue(), ".npz", "x.npz")
+        decoded(stream.getvalue(), ".npz", "x.npz")
 
 
 # --- JSON, text, bytes -------------------------------------------------------------------------
@@ -246,7 +253,7 @@ def test_the_items_of_a_json_object_are_fields_of_plain_values_arrays_or_json_te
         "huge": [1 << 70],
         "mixed": [True, 2],
     }
-    fields = decode_fields(json.dumps(content).encode(), ".json", "x")
+    fields = decoded(json.dumps(content).encode(), ".json", "x")
     assert list(fields) == list(content)
     assert [fields[name] for name in ("id", "weight", "ok", "name")] == [7, 0.5, True, "Zoë"]
     assert fields["ok"] is True
@@ -266,28 +273,28 @@ def test_the_items_of_a_json_object_are_fields_of_plain_values_arrays_or_json_te
     ("content", "expected"), [("3", 3), ('"a"', "a"), ("null", None), ('["a"]', '["a"]')]
 )
 def test_json_that_is_no_object_is_one_field(content: Any, expected: Any) -> None:
-    assert decode_fields(content.encode(), ".json", "x") == {"json": expected}
+    assert decoded(content.encode(), ".json", "x") == {"json": expected}
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"{'a': 1}", b"\xff\xfe\x00", b"[" * 100_000])
 def test_malformed_json_is_a_sample_error(content: Any) -> None:
     with pytest.raises(SampleError, match=r"x\.json"):
-        decode_fields(content, ".json", "x.json")
+        decoded(content, ".json", "x.json")
 
 
 @pytest.mark.parametrize("extension", [".txt", ".text", ".md", ".csv"])
 def test_text_is_a_str_without_its_byte_order_mark(extension: str) -> None:
-    assert decode_fields("\ufeffGrüße\n".encode(), extension, "x") == {"text": "Grüße\n"}
+    assert decoded("\ufeffGrüße\n".encode(), extension, "x") == {"text": "Grüße\n"}
 
 
 def test_text_that_is_not_utf8_is_a_sample_error() -> None:
     with pytest.raises(SampleError, match=r"x\.txt.*utf-8"):
-        decode_fields(b"\xff\xff", ".txt", "x.txt")
+        decoded(b"\xff\xff", ".txt", "x.txt")
 
 
 @pytest.mark.parametrize("extension", [".bin", "", ".pth", ".unknown"])
 def test_anything_else_is_bytes(extension: str) -> None:
-    fields = decode_fields(memoryview(bytearray(b"\0\1\2")), extension, "x")
+    fields = decoded(memoryview(bytearray(b"\0\1\2")), extension, "x")
     assert fields == {"data": b"\0\1\2"}
     assert type(fields["data"]) is bytes
 
