@@ -20,7 +20,7 @@ from cachestream.sources.decode.values import decode_fields, decode_value
 from cachestream.transport import object_limit
 
 
-def decoded(data: bytes, extension: str, path: str, *options: Any) -> dict[str, Any]:
+def decoded(data: bytes | memoryview, extension: str, path: str, *options: Any) -> dict[str, Any]:
     """The fields of a file that is one sample."""
     found = decode_fields(data, extension, path, *options)
     assert isinstance(found, dict)
