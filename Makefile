@@ -24,7 +24,7 @@ PARTS_IN_C := cachestream/training/batches/_gather cachestream/sources/decode/_v
 MADE_FROM := pyproject.toml constraints.txt setup.py $(PARTS_IN_C:=.c) $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test e2e check compile docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
+.PHONY: help demo test e2e check docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,13 +32,9 @@ help:  ## show this list
 demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, real images, no network
 	$(BIN)/cachestream demo $(DEMO_ARGS)
 
-# The checks take one core, so that another may compile meanwhile what pip has left to the first import.
+# Side by side: the checks take one core, and the tests wait half of their time.
 test: $(VENV)/.ready-dev  ## set up, then check and test the library
-	@$(MAKE) --no-print-directory --jobs 2 check compile
-	@$(MAKE) --no-print-directory pytest
-
-compile: $(VENV)/.ready-dev
-	@$(BIN)/python -m compileall -qq $(VENV)/lib || true  # packages hold templates that are no Python
+	@$(MAKE) --no-print-directory --jobs 2 check pytest
 
 check: $(VENV)/.ready-dev docs  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .
@@ -55,11 +51,11 @@ docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:80
 	$(MKDOCS) serve
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
-	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) $(PYTEST_ARGS)
 
 # Three fifths of the time of all tests go into 315 of 4,900: docs/decisions/0047.
 e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, which CI runs after `make test`
-	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 -m "e2e and not slow" $(PYTEST_ARGS) \
+	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) -m "e2e and not slow" $(PYTEST_ARGS) \
 	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)
 
 soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, and planted faults
@@ -101,6 +97,7 @@ clean:  ## remove what was made here, the virtual environment too
 $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]' \
 	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # by all cores, as pip does not; packages hold templates that are no Python
 	@touch $@
 
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.

@@ -71,7 +71,7 @@ def nodes(count: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        cluster.shutdown()  # type: ignore[no-untyped-call]
+        cluster.shutdown()
 
 
 def fetched_bytes(cache: cs.Cache) -> int:

@@ -62,7 +62,7 @@ trainer = CacheTrainer(
     data_collator=cs.collate,
     compute_metrics=lambda found: {"right": float((found.predictions.argmax(1) == found.label_ids).mean())},
 )
-last = os.path.isdir(str(settings.output_dir)) and get_last_checkpoint(settings.output_dir)  # type: ignore[no-untyped-call]
+last = os.path.isdir(str(settings.output_dir)) and get_last_checkpoint(settings.output_dir)
 trainer.train(resume_from_checkpoint=last or None)
 if trainer.is_world_process_zero():
     for line in trainer.state.log_history:

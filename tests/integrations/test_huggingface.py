@@ -142,7 +142,7 @@ def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
     model = Model()
     with EpochLoader(cache, 4, epoch_size=24, prefetch=1) as loader:
         trainer = integration.CacheTrainer(model, arguments(tmp_path), train_loader=loader)
-        trainer.callback_handler.on_epoch_end = _then(  # type: ignore[method-assign]
+        trainer.callback_handler.on_epoch_end = _then(
             trainer.callback_handler.on_epoch_end, lambda: add_shard(cache, numbered(1000, 8))
         )
         trainer.train()
