@@ -63,7 +63,7 @@ def read(source: cs.Source, unit: int | None = None) -> Samples:
 def plain(value: Any) -> Any:
     """Return a value that is equal where type, dtype, shape and every value are."""
     if isinstance(value, Mapping):
-        return {name: plain(member) for name, member in value.items()}
+        return {name: plain(value[name]) for name in sorted(value)}
     if isinstance(value, tuple):
         return tuple(map(plain, value))
     if isinstance(value, str | bytes):

@@ -206,7 +206,7 @@ def test_a_wrong_checksum_costs_a_record_unless_none_is_checked(tmp_path: Path) 
     data[12 + int.from_bytes(data[:8], "little")] ^= 1  # of the first record's checksum
     (tmp_path / "a.tfrecord").write_bytes(data)
     checked = usable(cs.open_source(tmp_path / "a.tfrecord"), 0)
-    assert checked[0] == [("a.tfrecord#25", {"n": 2})]
+    assert checked[0] == [("a.tfrecord#30", {"n": 2})]
     assert "checksum" in checked[1]
     assert [sample for _, sample in read(cs.open_source(tmp_path / "a.tfrecord", check_crc=False))] == [
         {"n": 1},
