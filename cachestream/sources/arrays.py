@@ -26,6 +26,7 @@ from cachestream.listing.file_list import Url
 from cachestream.listing.patterns import (
     HDF5_ENDINGS,
     MAGIC,
+    WEB_MAGIC,
     absolute,
     expand_braces,
     is_zarr,
@@ -317,7 +318,11 @@ def _remote_paths(remote: Remote, url: str) -> list[str]:
         return [remote.open_for_listing()[1]]
     strip = fsspec.get_filesystem_class(remote.protocol)._strip_protocol
     paths = [str(strip(one)) for one in expand_braces(url)]
-    if remote.is_web or not any(map(MAGIC.search, paths)):  # in a web URL "?" begins a query
+    if remote.is_web:  # in a web URL "?" begins a query
+        is_pattern = any(WEB_MAGIC.search(path.partition("?")[0]) for path in paths)
+    else:
+        is_pattern = any(map(MAGIC.search, paths))
+    if not is_pattern:
         return paths
     filesystem, _ = remote.open_for_listing()
     return [path for one in paths for path in sorted(filesystem.glob(one))]

@@ -31,7 +31,7 @@ class FolderColumns:
 
     def __init__(self, files: FileList, chosen: Sequence[str] | None, missing: Mapping[str, Any]) -> None:
         path = files.key if files.is_searched or len(files) == 1 else files.where
-        found = [dict(_named_in(path(index))) for index in range(len(files))]
+        found = [dict(_named_in(path(index), files.remote.is_web)) for index in range(len(files))]
         counts = Counter(name for one in found for name in one)
         names = [name for name in counts if counts[name] == len(found) or name in missing]
         partial = [name for name in counts if name not in names and (chosen is None or name in chosen)]
@@ -70,9 +70,9 @@ class FolderColumns:
             )
 
 
-def _named_in(path: str) -> Iterator[tuple[str, str | None]]:
-    for folder in path.split("/")[:-1]:
-        name, equals, text = folder.partition("=")
+def _named_in(path: str, is_web: bool) -> Iterator[tuple[str, str | None]]:
+    for folder in path.split("/")[:-1]:  # the pages of web servers name them escaped: "label%3Dcat/"
+        name, equals, text = (unquote(folder) if is_web else folder).partition("=")
         if name and equals:
             yield unquote(name), None if text == _NULL else unquote(text)
 
