@@ -217,8 +217,8 @@ class Ranks:
     def play(self, act: Act) -> list[Played]:
         outcomes = self.run(_play, act)
         for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                raise RuntimeError(f"rank {rank} of {act}") from outcome
+            if not isinstance(outcome, Played):
+                raise RuntimeError(f"rank {rank} of {act}") from outcome  # noqa: TRY004 - it is the rank's own error
         return outcomes
 
     def kill(self) -> None:

@@ -42,7 +42,12 @@ def test_workers_of_a_dataloader_read_a_snapshot_while_the_catalogue_is_locked_a
         try:
             for collate in (cs.collate, default_collate):
                 loader: Any = DataLoader(
-                    dataset, 40, num_workers=2, multiprocessing_context=method, collate_fn=collate, timeout=120
+                    dataset,
+                    40,
+                    num_workers=2,
+                    multiprocessing_context=method,
+                    collate_fn=collate,
+                    timeout=120,
                 )
                 assert sorted(numbers(loader)) == list(range(NUM_SAMPLES))
                 if method == "spawn":
@@ -72,7 +77,9 @@ def test_a_worker_of_a_dataloader_holds_the_shards_after_the_trainer_has_closed_
     assert cache.num_samples == 0
 
 
-def test_a_dataset_is_pickled_with_the_rows_of_its_condition_and_without_the_function(cache: cs.Cache) -> None:
+def test_a_dataset_is_pickled_with_the_rows_of_its_condition_and_without_the_function(
+    cache: cs.Cache,
+) -> None:
     with cache.snapshot(where=lambda columns: columns["number"] % 3 == 0, columns=["number"]) as dataset:
         copy = pickle.loads(pickle.dumps(dataset))
     with copy:

@@ -4,6 +4,7 @@ that is used again and never shared, moved while the interpreter is free; and no
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import resource
 import sys
@@ -73,7 +74,9 @@ def test_fields_of_one_shape_are_tensors_and_others_lists_all_exact(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"with_keys": True}, {"batch_transform": lambda batch: batch}], ids=["plain", "keys", "transform"]
+    "options",
+    [{}, {"with_keys": True}, {"batch_transform": lambda batch: batch}],
+    ids=["plain", "keys", "transform"],
 )
 def test_batches_that_are_held_or_changed_share_no_memory_with_others(
     cache: cs.Cache, options: dict[str, Any]
@@ -87,7 +90,9 @@ def test_batches_that_are_held_or_changed_share_no_memory_with_others(
                     case 0:
                         held.append(batch)
                     case 1:
-                        rows.append((int(batch["number"][7]), batch["x"][7]))  # a row holds its batch's memory
+                        rows.append(
+                            (int(batch["number"][7]), batch["x"][7])
+                        )  # a row holds its batch's memory
                     case 2:
                         batch["x"].fill_(-1.0)
     for batch in held:
@@ -96,7 +101,7 @@ def test_batches_that_are_held_or_changed_share_no_memory_with_others(
         assert torch.equal(row, torch.full((1024,), float(number)))
     places = [(t.data_ptr(), t.numel() * t.itemsize) for batch in held for t in (batch["x"], batch["number"])]
     places.sort()
-    assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
 
 
 def test_batches_of_a_dataset_share_no_memory_either(cache: cs.Cache) -> None:
@@ -151,7 +156,9 @@ def wait_for_turns(turns: Callable[[], int], move: Callable[[], object]) -> None
     """Repeat `move`, of tens of milliseconds, until another thread had `MANY` turns meanwhile."""
     deadline, most = time.monotonic() + 60, 0
     while most < MANY:
-        assert time.monotonic() < deadline, f"another thread had {most} turns at most while samples were moved"
+        assert time.monotonic() < deadline, (
+            f"another thread had {most} turns at most while samples were moved"
+        )
         before = turns()
         move()
         most = max(most, turns() - before)
@@ -193,7 +200,10 @@ def test_a_cache_holds_safetensors_that_anyone_can_open_and_no_pickle(varied: Pa
 
 def test_a_value_that_only_pickle_could_hold_is_no_sample(tmp_path: Path) -> None:
     source = [{"x": 1.0}, {"x": 2.0, "odd": {1, 2}}, {"x": 3.0}]
-    with cs.Cache(tmp_path / "c", "4MB", min_free=0) as cache, cs.start_worker(cache, source, num_workers=1) as worker:
+    with (
+        cs.Cache(tmp_path / "c", "4MB", min_free=0) as cache,
+        cs.start_worker(cache, source, num_workers=1) as worker,
+    ):
         worker.wait(timeout_s=120)
         status = cache.status()
         assert (status.num_samples, status.skipped) == (2, 1)

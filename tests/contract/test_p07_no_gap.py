@@ -88,14 +88,13 @@ def test_the_next_epoch_begins_though_nothing_can_be_read_since_the_last_batch_o
     with cs.Cache(path) as cache, cs.EpochLoader(cache, BATCH, batch_transform=made, **options) as loader:
         batches = iter(loader)
         steps = len(loader)
-        for _ in range(steps):
-            last = next(batches)  # and hold it
+        held = [next(batches) for _ in range(steps)]
         made.wait(steps + 1)
         with out_of_reach(path):
             assert next(batches, None) is None
             assert len(loader) == steps
             following = iter(loader)
-            assert next(following)["number"].shape == last["number"].shape
+            assert next(following)["number"].shape == held[-1]["number"].shape
             assert loader.epoch == 1
         assert 1 + len(list(following)) == steps
 

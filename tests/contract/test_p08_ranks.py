@@ -23,7 +23,6 @@ from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS
 from tests.contract.loader_acts import PATIENCE_S, Ranks
 
 
-
 def below_100(columns: cs.ShardColumns) -> Any:
     return np.asarray(columns["number"]) < 100
 
@@ -54,9 +53,9 @@ def paths_of(path: Path | list[Path]) -> Path:
 
 def epochs(path: Path | list[Path], count: int, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
     """What `len` says before each epoch, and the batches of each."""
-    with cs.Cache(paths_of(path)) as cache:
-        with cs.EpochLoader(cache, **{"batch_size": 7, "timeout_s": PATIENCE_S, **options}) as loader:
-            found = [(len(loader), numbers(loader)) for _ in range(count)]
+    given: dict[str, Any] = {"batch_size": 7, "timeout_s": PATIENCE_S, **options}
+    with cs.Cache(paths_of(path)) as cache, cs.EpochLoader(cache, **given) as loader:
+        found = [(len(loader), numbers(loader)) for _ in range(count)]
     return [length for length, _ in found], [batches for _, batches in found]
 
 
@@ -176,9 +175,9 @@ def draws(path: Path) -> list[float]:
     def transform(batch: Any, generator: torch.Generator) -> Any:
         return batch | {"drawn": torch.rand(1, generator=generator)}
 
-    with cs.Cache(path) as cache:
-        with cs.EpochLoader(cache, 50, batch_transform=transform, timeout_s=PATIENCE_S) as loader:
-            return [float(batch["drawn"]) for batch in loader]
+    given: dict[str, Any] = {"batch_transform": transform, "timeout_s": PATIENCE_S}
+    with cs.Cache(path) as cache, cs.EpochLoader(cache, 50, **given) as loader:
+        return [float(batch["drawn"]) for batch in loader]
 
 
 def test_the_generator_of_a_batch_transform_is_another_one_on_each_rank(
@@ -244,11 +243,13 @@ def test_streams_with_a_cache_on_each_rank_read_disjoint_shares_and_with_one_cac
 def alone(path: Path) -> str:
     """The error of rank 0, where rank 1 makes a loader and never asks for a batch."""
     with cs.Cache(path) as cache, cs.EpochLoader(cache, 4, timeout_s=3) as loader:
+        told = ""
         if dist.get_rank() == 0:
             with pytest.raises(cs.RankMismatchError) as caught:
                 next(iter(loader))
+            told = str(caught.value)
         dist.barrier()
-        return str(caught.value) if dist.get_rank() == 0 else ""
+        return told
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(
