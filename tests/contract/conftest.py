@@ -12,14 +12,31 @@ import numpy as np
 import pytest
 
 import cachestream as cs
+from tests.contract.loader_acts import Ranks
 
 NUM_SAMPLES: Final = 300
 SHARD_SIZE: Final = "64KB"
+NUM_VARIOUS: Final = 84
 
 
 def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Samples that say which they are: `x` float32 [1024] full of the number, and `number`."""
     return [{"x": np.full(1024, i, np.float32), "number": i} for i in range(first, first + count)]
+
+
+def various(number: int) -> dict[str, Any]:
+    """A sample with a field of every kind, each a function of its number (below 128)."""
+    return {
+        "number": number,
+        "x": np.full(4, number, np.float32),
+        "image": np.full((3, 2, 2), number, np.uint8),
+        "half": np.full(2, number, np.float16),
+        "third": number / 3,
+        "even": number % 2 == 0,
+        "tokens": np.full(1 + number % 7, number),
+        "text": f"no. {number}",
+        "data": bytes([number]) * (number % 3),
+    }
 
 
 def bytes_on_disk(path: Path) -> int:
@@ -63,3 +80,31 @@ def cache(new_path: Callable[[], Path]) -> Iterator[cs.Cache]:
     """A cache of the test's own that holds `numbered(NUM_SAMPLES)`."""
     with cs.Cache(new_path()) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a cache that holds `various(n)` for n below NUM_VARIOUS; nobody may change it."""
+    path = tmp_path_factory.mktemp("varied") / "cache"
+    source = [various(number) for number in range(NUM_VARIOUS)]
+    with (
+        cs.Cache(path, "4MB", min_free=0) as cache,
+        cs.start_worker(cache, source, num_workers=1, shard_size="1KB") as worker,
+    ):
+        worker.wait(timeout_s=120)
+    return path
+
+
+@pytest.fixture
+def kinds(varied: Path) -> Iterator[cs.Cache]:
+    """The cache of `varied`, to look at."""
+    with cs.Cache(varied) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes that are ranks under gloo, for every task that leaves them alive."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()

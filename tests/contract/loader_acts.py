@@ -1,6 +1,6 @@
 """Acts of training: a job of some ranks makes a loader, goes on from a state, takes batches, and ends.
 
-Ranks beyond one are processes under `torch.distributed` (gloo), started once for all acts. A sample is known by its number.
+Ranks beyond one are processes under `torch.distributed` (gloo), started once for all acts and other tasks. A sample is known by its number.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -163,30 +163,32 @@ def _check(batch: Any, options: str) -> None:
 
 
 def _work(pipe: Connection) -> None:
-    """A rank's process: plays each (act, rank, port) it is told, until it is told None."""
+    """A rank's process: does each (task, arguments, rank, size, port) it is told, until it is told None."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while (told := pipe.recv()) is not None:
-        act, rank, port = told
+        task, arguments, rank, size, port = told
+        address = f"tcp://127.0.0.1:{port}"
         try:
-            address = f"tcp://127.0.0.1:{port}"
-            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=act.ranks)
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
             try:
-                pipe.send(_play(act))
+                pipe.send(task(*arguments))
             finally:
-                dist.destroy_process_group()
-        except BaseException as error:  # noqa: BLE001 - the test raises it
-            pipe.send(RuntimeError(f"rank {rank} of {act}: {type(error).__name__}: {error}"))
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            pipe.send(error)
 
 
 class Ranks:
-    """A job of `size` processes that plays acts, one after the other; `play` answers for all ranks, in order.
+    """A job of `size` processes that do tasks, one after the other; the answers are those of all ranks, in order.
 
-    All of them make the same loaders, as ranks do: an act is played by all of them, or in the test's own process.
+    All of them make the same loaders, as ranks do: a task is done by all of them, or in the test's own process.
     """
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch is imported once
         self._pipes, self._processes = [], []
         for _ in range(size):
             mine, theirs = context.Pipe()
@@ -196,22 +198,39 @@ class Ranks:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def play(self, act: Act) -> list[Played]:
+    def run(self, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results of `task(*arguments)`, or the exceptions; of a rank that has died, EOFError."""
+        size = len(self._pipes)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         for rank, pipe in enumerate(self._pipes):
-            pipe.send((act, rank, port))
-        played = []
+            pipe.send((task, arguments, rank, size, port))
+        outcomes: list[Any] = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(2 * PATIENCE_S), f"rank {rank} does not answer: {act}"
-            played.append(pipe.recv())
-        for outcome in played:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return played
+            assert pipe.poll(2 * PATIENCE_S), f"rank {rank} does not answer: {task} of {arguments}"
+            try:
+                outcomes.append(pipe.recv())
+            except EOFError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def play(self, act: Act) -> list[Played]:
+        outcomes = self.run(_play, act)
+        for rank, outcome in enumerate(outcomes):
+            if not isinstance(outcome, Played):
+                raise RuntimeError(f"rank {rank} of {act}") from outcome  # noqa: TRY004 - it is the rank's own error
+        return outcomes
+
+    def kill(self) -> None:
+        """End all processes that still run, in any state."""
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(None)
+            try:
+                pipe.send(None)
+            except BrokenPipeError:
+                pass
             process.join(30)
             pipe.close()
