@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import cachestream as cs
 
@@ -20,6 +21,12 @@ SHARD_SIZE: Final = "64KB"
 def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Samples that say which they are: `x` float32 [1024] full of the number, and `number`."""
     return [{"x": np.full(1024, i, np.float32), "number": i} for i in range(first, first + count)]
+
+
+def numbers_in(shard: Path) -> list[int]:
+    """The numbers of the `numbered` samples in a shard, read with the library of its format."""
+    with safe_open(shard, "np") as file:
+        return list(map(int, file.get_tensor("number")))
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -23,7 +23,7 @@ import pytest
 from safetensors import safe_open
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, SHARD_SIZE, bytes_on_disk, numbered
+from tests.contract.conftest import NUM_SAMPLES, SHARD_SIZE, bytes_on_disk, numbered, numbers_in
 
 WORDS: Final = [
     {"word": "é" * n, "raw": bytes(n), "ragged": np.arange(n % 3), "pixels": np.full((2, 1 + n % 2), n, "u1")}
@@ -33,11 +33,6 @@ WORDS: Final = [
 
 def shards_of(path: str | Path) -> list[Path]:
     return sorted(Path(path, "shards").iterdir())
-
-
-def numbers_in(shard: Path) -> list[int]:
-    with safe_open(shard, "np") as file:
-        return list(map(int, file.get_tensor("number")))
 
 
 def rows_of(cache: cs.Cache) -> list[Any]:

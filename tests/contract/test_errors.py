@@ -86,11 +86,13 @@ def test_a_failure_in_the_background_comes_home_with_its_traceback_and_a_deadlin
             with pytest.raises(cs.WorkerTimeoutError, match=r"0\.05 s"):
                 worker.wait(timeout_s=0.05)
             assert worker.is_alive()
-        with cs.start_worker(cache, numbered(4), order=broken_there, num_workers=1) as worker:
-            with pytest.raises(cs.WorkerError, match="ZeroDivisionError") as caught:
-                worker.wait(timeout_s=120)
-            assert not isinstance(caught.value, cs.WorkerTimeoutError)
-            assert "in broken_there" in caught.value.remote_traceback
+        with (
+            pytest.raises(cs.WorkerError, match="ZeroDivisionError") as caught,
+            cs.start_worker(cache, numbered(4), order=broken_there, num_workers=1) as worker,
+        ):
+            worker.wait(timeout_s=120)
+        assert not isinstance(caught.value, cs.WorkerTimeoutError)
+        assert "in broken_there" in caught.value.remote_traceback
 
 
 # --- common mistakes: what a user does, the class, and what the message must say, in this order: what, where, what next
