@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import html
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,11 +98,9 @@ def test_what_was_fed_is_cached_left_out_or_told_with_its_reason(fed: Fed) -> No
     assert (worker.totals.samples, worker.totals.dropped, worker.totals.units) == (79, 10, 100)
     assert worker.totals.fetched_bytes == pytest.approx(fed.file_bytes, rel=0.02)
     assert (worker.bandwidth_bytes_per_s, worker.restarts, len(worker.states)) == (40e6, 0, 1)
-    assert (status.fill_state, status.pass_number, status.is_listing, status.fill_message) == (
-        "complete",
-        1,
-        False,
-        "",
+    assert (status.fill_state, status.pass_number, status.is_listing) == ("complete", 1, False)
+    assert status.fill_message.startswith(
+        "11 skipped, most often: transform: ValueError: ends on one (first: "
     )
 
 
@@ -146,23 +146,30 @@ def test_evictions_and_waits_are_counted_and_a_full_cache_says_what_it_waits_for
         assert "rests until an epoch uses it" in status.fill_message
         assert (status.evicted_samples, status.epoch_waits) == (0, 0)
         with cs.EpochLoader(cache, 8) as loader:
-            list(loader)
-            list(loader)
-            await_state(lambda: cache.status().epoch_waits, "filling waits for the next epoch")
+            await_state(lambda: list(loader) and cache.status().evicted_samples, "epochs make room")
+            waits = cache.status().epoch_waits
+            await_state(
+                lambda: cache.status().epoch_waits > waits or "next epoch" in shown(cache.path), "it waits"
+            )
+            assert "waiting for the next epoch" in shown(cache.path)
+            assert "waiting for the next epoch" in cache.status().fill_message
             status = cache.status()
-            assert "waiting for the next epoch" in status.fill_message
-            assert "waiting for the next epoch" in done("status", cache.path, COLUMNS="200")
-            assert status.evicted_samples > 0
             assert status.evicted_unused_samples == 0
             assert status.worker is not None
-            assert status.worker.totals.samples == status.num_samples + status.evicted_samples
-            assert cs.metrics(loader)["cachestream/epoch_waits"] >= status.epoch_waits
+            assert status.worker.totals.samples >= status.num_samples + status.evicted_samples
+            assert cs.metrics(loader)["cachestream/epoch_waits"] == cache.status().epoch_waits > 0
         worker.stop()
-        held = cache.num_samples
+        before = cache.status()
         cache.evict(to=0)
         after = cache.status()
-        assert after.evicted_samples == status.worker.totals.samples or after.evicted_samples >= held
-        assert after.num_samples == 0
+        assert (after.num_samples, after.num_shards, after.leased_bytes) == (0, 0, 0)
+        assert after.evicted_samples == before.evicted_samples + before.num_samples
+        assert after.evicted_shards == before.evicted_shards + before.num_shards
+        assert 0 < after.evicted_unused_samples < before.num_samples
+
+
+def shown(path: str) -> str:
+    return done("status", path, COLUMNS="200")
 
 
 # --- loaders: their statistics, their reports in the status, and the numbers for loggers
@@ -174,7 +181,7 @@ def test_a_loader_in_the_status_says_what_it_says_itself(fed: Fed) -> None:
     assert (stats.skipped, stats.shards) == (0, fed.cache.num_shards)
     assert 0 <= stats.epoch_wait_share <= 1
     assert 0 <= stats.wait_share <= 1
-    assert stats.reuse_factor == pytest.approx(2.0, abs=0.01)
+    assert 1 <= stats.reuse_factor <= 2
     (report,) = fed.cache.status().loaders
     assert (report.pid, report.rank, report.ranks) == (os.getpid(), 0, 1)
     assert (report.epoch, report.epoch_samples, report.batches, report.samples) == (1, 79, 12, 119)
@@ -258,8 +265,10 @@ def slow_batch(batch: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def situations(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Caches in a few situations, and the sentence of the live page on each."""
+def situations(
+    filled: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """Of caches in a few situations the sentences of the live page, and the statuses of those that are filled."""
     pytest.importorskip("bokeh")
     folder = tmp_path_factory.mktemp("situations")
     with ExitStack() as stack:
@@ -272,34 +281,32 @@ def situations(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         caches = {"remote": filling("remote", far)}
         caches["transform"] = filling("transform", [{"x": i} for i in range(10**5)], transform=slow)
         cs.Cache(folder / "empty", "4MB").close()
-        whole = caches["model"] = stack.enter_context(cs.Cache(filled))
+        shutil.copytree(filled, folder / "model")
+        whole = stack.enter_context(cs.Cache(folder / "model"))
         caches["transform"].wait(8, timeout_s=DEADLINE_S)
         caches["remote"].wait(8, timeout_s=DEADLINE_S)
         waits = stack.enter_context(cs.EpochLoader(caches["transform"], 4, batch_transform=slow_batch))
         await_state(lambda: len(list(waits)) and waits.stats.epoch_wait_share > 0.5, "it waits for data")
-        steps = stack.enter_context(
-            cs.EpochLoader(whole, 1, num_batches=None) if False else cs.EpochLoader(whole, 1)
-        )
-        batches = iter(steps)
+        steps = stack.enter_context(cs.EpochLoader(whole, 1))
+        list(steps)
+        batches = iter(steps)  # whose first batch waits for nothing
 
         def step() -> bool:
-            nonlocal batches
-            if next(batches, None) is None:
-                batches = iter(steps)
+            assert next(batches) is not None
             time.sleep(0.05)
             found = [one.epoch_wait_share for one in whole.status().loaders]
             return bool(found) and max(found) < 0.015
 
         await_state(step, "the model takes longer than the data")
-        paths = [folder / name for name in ("remote", "transform", "empty")]
-        yield dict(zip(("remote", "transform", "empty", "model"), sentences(*paths, filled), strict=True))
-        del batches
+        names = ("remote", "transform", "empty", "model")
+        said = dict(zip(names, sentences(*(folder / name for name in names)), strict=True))
+        yield said, {name: cache.status() for name, cache in caches.items()}
 
 
 def sentences(*paths: Path) -> list[str]:
     """The sentence on each cache of a live page."""
     from bokeh.client import pull_session
-    from bokeh.models import Div
+    from bokeh.models.widgets import Div
 
     with program("dashboard", *paths, "--port", 0, "--token", "") as process:
         assert process.stdout is not None
@@ -313,7 +320,7 @@ def sentences(*paths: Path) -> list[str]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
     by_path = {path: head for path in paths for head in heads if str(path) in head}
-    return [re.sub("<[^>]+>", " ", by_path[path]) for path in paths]
+    return [html.unescape(re.sub("<[^>]+>", " ", by_path[path])) for path in paths]
 
 
 @pytest.mark.parametrize(
@@ -332,30 +339,21 @@ def sentences(*paths: Path) -> list[str]:
     ],
 )
 def test_the_live_page_says_in_one_sentence_what_holds_the_training_up(
-    situation: str, verdict: str, situations: dict[str, str]
+    situation: str, verdict: str, situations: tuple[dict[str, str], dict[str, Any]]
 ) -> None:
-    assert re.search(verdict, situations[situation])
+    assert re.search(verdict, situations[0][situation])
 
 
-@pytest.mark.parametrize(
-    ("source", "transform", "stage"), [(far, None, "remote"), ([{"x": 1}] * 10**5, slow, "transform")]
-)
+@pytest.mark.parametrize("stage", ["remote", "transform"])
 def test_status_says_where_the_time_of_the_sampling_processes_goes(
-    source: Any, transform: Any, stage: str, tmp_path: Path
+    stage: str, situations: tuple[dict[str, str], dict[str, Any]]
 ) -> None:
-    with (
-        cs.Cache(tmp_path / "c", "4MB", min_free=0) as cache,
-        cs.start_worker(cache, source, transform=transform, num_workers=1),
-    ):
-        cache.wait(8, timeout_s=DEADLINE_S)
-        (line,) = (
-            line for line in done("status", cache.path, COLUMNS="200").splitlines() if "time goes to" in line
-        )
-        assert line.split()[3] == stage
-        worker = cache.status().worker
-        assert worker is not None
-        spent = {"remote": worker.totals.fetch_wait_s, "transform": worker.totals.transform_s}
-        assert spent[stage] == max(spent.values()) > 0.2
+    status = situations[1][stage]
+    (line,) = (line for line in shown(status.path).splitlines() if "time goes to" in line)
+    assert line.split()[3] == stage
+    totals = status.worker.totals
+    spent = {"remote": totals.fetch_wait_s, "transform": totals.transform_s}
+    assert spent[stage] == max(spent.values()) > 0.2
 
 
 # --- a trace
@@ -412,16 +410,25 @@ def test_a_trace_shows_the_stages_of_all_processes_on_one_clock(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == ["cache", "photos", "run.json"]
 
 
-def test_a_trace_that_nobody_closes_is_written_at_the_end_of_the_process(
-    filled: Path, tmp_path: Path
-) -> None:
-    script = "import sys, cachestream as cs\ntrace = cs.trace(sys.argv[2])\ncs.Cache(sys.argv[1]).snapshot().close()"
+def test_a_trace_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(300):
+        (folder / f"{number}.txt").touch()
+    script = "import sys, cachestream as cs\ntrace = cs.trace(sys.argv[2])\ncs.open_source(sys.argv[1])"
     subprocess.run(
-        [sys.executable, "-c", script, str(filled), str(tmp_path / "run.json")],
+        [sys.executable, "-c", script, str(folder), str(tmp_path / "run.json")],
         check=True,
         timeout=DEADLINE_S,
     )
     spans, processes = events_of(tmp_path / "run.json")
     assert set(processes.values()) == {"main process"}
-    assert {e["name"] for e in spans} <= {"snapshot", "list", "wait"}
-    assert os.listdir(tmp_path) == ["run.json"]
+    assert {e["name"] for e in spans} == {"list"}
+    assert sorted(os.listdir(tmp_path)) == ["many", "run.json"]
+
+
+def test_a_trace_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "run.json"):
+        with pytest.raises(cs.ConfigError, match=path.name):
+            cs.trace(path)
+    assert not list(tmp_path.iterdir())
