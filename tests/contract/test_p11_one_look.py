@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -128,7 +130,18 @@ def test_sizes_and_counts_are_those_of_the_files(fed: Fed) -> None:
     assert json.loads(json.dumps(status.to_dict()))["num_samples"] == 79
     assert str(status).startswith(f"79 samples in {len(shards)} shards, ")
     assert str(status).endswith("of 4 MB, complete, pass 1 100%")
-    assert "<table" in status._repr_html_()
+
+
+def test_a_notebook_shows_the_numbers_of_the_status_in_tables_of_sound_html(fed: Fed) -> None:
+    as_html = methodcaller("_repr_html_")  # as IPython asks for it
+    for shown_there, words in (
+        (fed.cache, f"79 in {fed.cache.num_shards} shards"),
+        (fed.cache.status(), f"79 in {fed.cache.num_shards} shards"),
+        (fed.loader, "119 samples in 12 batches"),
+        (fed.loader.dataset, "79"),
+    ):
+        table = ET.fromstring(f"<all>{as_html(shown_there)}</all>")
+        assert words in [cell.text for cell in table.iter("td")]
 
 
 def test_evictions_and_waits_are_counted_and_a_full_cache_says_what_it_waits_for(tmp_path: Path) -> None:
