@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import cachestream as cs
 from tests.contract.loader_acts import Ranks
@@ -37,6 +38,12 @@ def various(number: int) -> dict[str, Any]:
         "text": f"no. {number}",
         "data": bytes([number]) * (number % 3),
     }
+
+
+def numbers_in(shard: Path) -> list[int]:
+    """The numbers of the `numbered` samples in a shard, read with the library of its format."""
+    with safe_open(shard, "np") as file:
+        return list(map(int, file.get_tensor("number")))
 
 
 def bytes_on_disk(path: Path) -> int:
