@@ -1,0 +1,143 @@
+"""A source that tells who reads what and holds back what a test is not ready for; what a cache holds of it.
+
+Sampling processes load this module, so it loads little.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import cachestream as cs
+
+DEADLINE_S: Final = 120.0
+ROOT: Final = Path(__file__).parents[2]
+FOUR: Final = "17KB"  # a shard of four samples of `Told`
+
+
+@dataclass(frozen=True)
+class Told:
+    """`units` units of `samples` samples: `number`, and `x` float32 `[floats]` full of it; the key is "unit/sample".
+
+    Each read adds a line to the file `journal` in `folder`; beyond those that `allow` allows, reads wait.
+    """
+
+    folder: str
+    units: int | None = 60
+    samples: int = 1
+    floats: int = 1024
+    fingerprint: str = "told"
+
+    @property
+    def num_units(self) -> int | None:
+        return self.units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        with open(os.path.join(self.folder, "journal"), "ab", buffering=0) as file:
+            file.write(b"%d %d\n" % (os.getpid(), unit))
+        rank = len(self.reads)
+        while rank > self._allowed():
+            time.sleep(0.005)
+        for number in range(unit * self.samples, (unit + 1) * self.samples):
+            key = f"{unit}/{number % self.samples}"
+            yield key, {"number": number, "x": np.full(self.floats, number, np.float32)}
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all samples."""
+        return list(range((self.units or 0) * self.samples))
+
+    def _allowed(self) -> float:
+        try:
+            return int(Path(self.folder, "allowed").read_text())
+        except (OSError, ValueError):
+            return float("inf")
+
+    def allow(self, reads: int | None) -> None:
+        """Let this many reads go on, all for None."""
+        allowed = Path(self.folder, "allowed")
+        if reads is None:
+            allowed.unlink(missing_ok=True)
+        else:
+            allowed.with_suffix(".new").write_text(str(reads))
+            allowed.with_suffix(".new").replace(allowed)
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """The process and the unit of each read so far."""
+        try:
+            text = Path(self.folder, "journal").read_text()
+        except FileNotFoundError:
+            return []
+        return [(int(pid), int(unit)) for pid, unit in map(str.split, text.splitlines())]
+
+    @property
+    def units_read(self) -> list[int]:
+        return [unit for _, unit in self.reads]
+
+
+def numbers_in(cache: cs.Cache) -> list[int]:
+    """The numbers of the cached samples, sorted; each sample is whole."""
+    if not cache.num_samples:
+        return []
+    with cache.snapshot() as dataset:
+        samples = dataset[:]
+    assert (samples["x"] == samples["number"][:, None]).all()
+    return sorted(samples["number"].tolist())
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait until `condition()` is true."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"still not so: {what}"
+        time.sleep(0.02)
+
+
+def pid_of(cache: cs.Cache) -> int:
+    """The process id of the worker, 0 if there is none."""
+    process = cache.status().worker
+    return 0 if process is None else process.pid
+
+
+def is_running(pid: int) -> bool:
+    """True if the process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run `code` in a Python of its own, killed at the end if it is still there."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise AssertionError(process.communicate(timeout=DEADLINE_S)[1])
+    return line.strip()
