@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,14 +22,15 @@ import cachestream as cs
 
 DEADLINE_S: Final = 120.0
 ROOT: Final = Path(__file__).parents[2]
-FOUR: Final = "17KB"  # a shard of four samples of `Told`
+FOUR: Final = "16KB"  # a shard of four samples of `Told`
 
 
 @dataclass(frozen=True)
 class Told:
     """`units` units of `samples` samples: `number`, and `x` float32 `[floats]` full of it; the key is "unit/sample".
 
-    Each read adds a line to the file `journal` in `folder`; beyond those that `allow` allows, reads wait.
+    Each read adds a line to the file `journal` in `folder`, and another one at its end; beyond those that `allow`
+    allows, reads wait.
     """
 
     folder: str
@@ -42,14 +44,18 @@ class Told:
         return self.units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        with open(os.path.join(self.folder, "journal"), "ab", buffering=0) as file:
-            file.write(b"%d %d\n" % (os.getpid(), unit))
+        self._tell(f"+{os.getpid()} {unit}\n")
         rank = len(self.reads)
         while rank > self._allowed():
             time.sleep(0.005)
         for number in range(unit * self.samples, (unit + 1) * self.samples):
             key = f"{unit}/{number % self.samples}"
             yield key, {"number": number, "x": np.full(self.floats, number, np.float32)}
+        self._tell(f"-{os.getpid()} {unit}\n")
+
+    def _tell(self, line: str) -> None:
+        with open(os.path.join(self.folder, "journal"), "ab", buffering=0) as file:
+            file.write(line.encode())
 
     @property
     def numbers(self) -> list[int]:
@@ -72,24 +78,35 @@ class Told:
             allowed.with_suffix(".new").replace(allowed)
 
     @property
-    def reads(self) -> list[tuple[int, int]]:
-        """The process and the unit of each read so far."""
+    def lines(self) -> list[str]:
+        """The journal: "+PID UNIT" for the beginning of a read, "-PID UNIT" for its end."""
         try:
-            text = Path(self.folder, "journal").read_text()
+            return Path(self.folder, "journal").read_text().splitlines()
         except FileNotFoundError:
             return []
-        return [(int(pid), int(unit)) for pid, unit in map(str.split, text.splitlines())]
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """The process and the unit of each read so far."""
+        begun = [line[1:].split() for line in self.lines if line[0] == "+"]
+        return [(int(pid), int(unit)) for pid, unit in begun]
 
     @property
     def units_read(self) -> list[int]:
+        """The unit of each read so far."""
         return [unit for _, unit in self.reads]
+
+    @property
+    def most_at_once(self) -> int:
+        """The most reads that were under way at once."""
+        return max(accumulate(1 if line[0] == "+" else -1 for line in self.lines))
 
 
 def numbers_in(cache: cs.Cache) -> list[int]:
     """The numbers of the cached samples, sorted; each sample is whole."""
     if not cache.num_samples:
         return []
-    with cache.snapshot() as dataset:
+    with cache.snapshot(turnover=0.0) as dataset:
         samples = dataset[:]
     assert (samples["x"] == samples["number"][:, None]).all()
     return sorted(samples["number"].tolist())

@@ -31,7 +31,7 @@ JOB: Final = """
 import sys, os
 import cachestream as cs
 from tests.contract.readers import Told
-worker = cs.start_worker(sys.argv[1], Told(sys.argv[2]), num_workers=1, concurrency=2, linger_s=float(sys.argv[3]), shard_size="17KB")
+worker = cs.start_worker(sys.argv[1], Told(sys.argv[2]), num_workers=1, concurrency=2, linger_s=float(sys.argv[3]), shard_size="16KB")
 print("attached" if worker.attached else "started", flush=True)
 exec(sys.stdin.readline())
 worker.close()
