@@ -1,4 +1,4 @@
-"""A source that tells who reads what and holds back what a test is not ready for; what a cache holds of it.
+"""A source that tells who reads what and holds back what a test is not ready for; transforms; what a cache holds.
 
 Sampling processes load this module, so it loads little.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,6 +101,42 @@ class Told:
     def most_at_once(self) -> int:
         """The most reads that were under way at once."""
         return max(accumulate(1 if line[0] == "+" else -1 for line in self.lines))
+
+
+class Listed:
+    """A torch sampler over units, by what makes it one: it is gone through, and has a length."""
+
+    def __init__(self, units: list[int]) -> None:
+        self.units = units
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.units)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+
+def endless(rng: np.random.Generator) -> dict[str, Any]:
+    """A sample of 16 KiB that can be told from a torn one."""
+    number = int(rng.integers(1 << 20))
+    return {"number": number, "x": np.full(4096, number, np.float32)}
+
+
+def with_draws(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Add a random number."""
+    return sample | {"draw": rng.random()}
+
+
+def several(sample: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Make two of each sample, but drop every third one."""
+    return None if sample["number"] % 3 == 0 else [sample, sample | {"x": sample["x"] + 0.5}]
+
+
+def hangs(sample: dict[str, Any]) -> dict[str, Any]:
+    """Hang with number 30."""
+    if sample["number"] == 30:
+        threading.Event().wait()
+    return sample
 
 
 def numbers_in(cache: cs.Cache) -> list[int]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import cachestream as cs
 from tests.contract.conftest import bytes_on_disk
-from tests.contract.readers import until
-from tests.contract.test_p04_limit import Watch, endless
+from tests.contract.readers import endless, until
+from tests.contract.test_p04_limit import Watch
 
 
 def test_writers_that_want_more_than_there_is_stay_below_the_limit_together_with_what_others_put_there(

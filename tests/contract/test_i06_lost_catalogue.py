@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, numbered
+from tests.contract.conftest import NUM_SAMPLES
 from tests.contract.readers import DEADLINE_S, FOUR, Told, numbers_in
 
 
@@ -49,20 +49,6 @@ def test_a_cache_that_lost_its_catalogue_or_its_settings_has_its_samples_and_its
         assert 0 < cache.num_samples < NUM_SAMPLES
 
 
-def test_a_complete_cache_that_lost_its_catalogue_fetches_nothing_again(new_path: Callable[[], Path]) -> None:
-    path = new_path()
-    lose_catalogue(path)
-    with (
-        cs.Cache(path) as cache,
-        cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1) as worker,
-    ):
-        assert worker.wait(DEADLINE_S)
-        process = worker.status().worker
-        assert process is not None
-        assert process.totals.samples == 0
-        assert numbers_in(cache) == list(range(NUM_SAMPLES))
-
-
 def test_a_pass_that_lost_the_catalogue_half_way_goes_on_where_it_was(tmp_path: Path) -> None:
     source = Told(str(tmp_path), units=30, samples=3)
     source.allow(12)
@@ -78,5 +64,9 @@ def test_a_pass_that_lost_the_catalogue_half_way_goes_on_where_it_was(tmp_path: 
         with cs.start_worker(cache, source, num_workers=2, shard_size=FOUR) as worker:
             assert worker.wait(DEADLINE_S)
         assert numbers_in(cache) == source.numbers
-    whole = {number // 3 for number in before if {number, number + 1, number + 2} <= set(before) and number % 3 == 0}
+    whole = {
+        number // 3
+        for number in before
+        if {number, number + 1, number + 2} <= set(before) and number % 3 == 0
+    }
     assert len(whole & set(source.units_read[reads:])) <= 1

@@ -1,5 +1,6 @@
 """P10, and invariants 5 and 11: what is fetched is trained on. A shard that no epoch has used is not evicted for a
-newer one, a full cache turns over as epochs use it and rests without them, and no egress is paid twice."""
+newer one, a full cache turns over as epochs use it and rests without them, and no egress is paid twice.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import cachestream as cs
 from tests.contract.readers import DEADLINE_S, Told, numbers_in, until
 
-IN_FLIGHT = 2 * 4 + 2  # a shard that is being written, an open one, and the units that are read meanwhile
+IN_FLIGHT = 32  # units of an open shard and of one that is being written, and those that are read meanwhile
 RESTS = "rests until an epoch uses it"
 WAITS = "waiting for the next epoch"
 
@@ -66,9 +67,7 @@ def test_a_full_cache_rests_until_an_epoch_uses_it_and_then_replaces_what_the_ne
     assert (cache.fill_state(), cache.status().fill_message) == ("stopped", "")
 
 
-def test_all_of_the_remote_is_trained_on_and_so_is_all_that_is_fetched(
-    cache: cs.Cache, source: Told
-) -> None:
+def test_all_of_the_remote_is_trained_on_and_so_is_all_that_is_fetched(cache: cs.Cache, source: Told) -> None:
     trained = set[int]()
     with (
         start(cache, source),

@@ -56,6 +56,10 @@ def test_it_tells_what_it_does_from_its_start_to_its_end(cache: cs.Cache, source
         assert status.worker is not None
         assert is_running(status.worker.pid)
         assert (len(status.worker.states), status.worker.restarts) == (2, 0)
+        for nonsense in ("1", float("nan"), True):
+            for method in (worker.wait, worker.stop):
+                with pytest.raises(cs.ConfigError, match=r"timeout_s=.*: give seconds"):
+                    method(nonsense)  # type: ignore[arg-type]
         source.allow(None)
         assert worker.wait(DEADLINE_S) is True
         assert worker.wait() is True, "at once"
@@ -76,7 +80,7 @@ def test_stop_ends_it_for_all_who_need_it_and_wait_tells_that_the_pass_is_not_co
 ) -> None:
     source.allow(10)
     with cs.start_worker(cache, source, num_workers=1, shard_size=FOUR) as first:
-        cache.wait(5, DEADLINE_S)
+        cache.wait(8, DEADLINE_S)
         pid = pid_of(cache)
         second = cs.start_worker(cache, source)
         second.stop(DEADLINE_S)
@@ -84,7 +88,7 @@ def test_stop_ends_it_for_all_who_need_it_and_wait_tells_that_the_pass_is_not_co
         assert first.wait(DEADLINE_S) is False
         assert cache.fill_state() == "stopped"
         until(lambda: not is_running(pid), "its process is gone")
-    assert len(numbers_in(cache)) == 10, "what was read is published"
+    assert 8 <= len(numbers_in(cache)) <= 10, "what is cached stays"
 
 
 def test_a_detached_worker_outlives_its_caller_and_is_stopped_by_another(
@@ -128,9 +132,11 @@ def test_what_cannot_be_loaded_in_the_background_is_told_with_its_traceback(cach
     def load() -> object:
         raise ModuleNotFoundError("No module named 'only_at_home'")
 
-    with cs.start_worker(cache, OnlyAtHome(""), num_workers=1) as worker:
-        with pytest.raises(cs.WorkerError, match="cannot be loaded in the background") as failed:
-            worker.wait(DEADLINE_S)
+    with (
+        cs.start_worker(cache, OnlyAtHome(""), num_workers=1) as worker,
+        pytest.raises(cs.WorkerError, match="cannot be loaded in the background") as failed,
+    ):
+        worker.wait(DEADLINE_S)
     assert "Traceback" in failed.value.remote_traceback
     assert "only_at_home" in failed.value.remote_traceback
 
@@ -138,17 +144,8 @@ def test_what_cannot_be_loaded_in_the_background_is_told_with_its_traceback(cach
 def test_a_signal_ends_the_worker_in_order_and_nobody_replaces_it(cache: cs.Cache, source: Told) -> None:
     source.allow(10)
     with cs.start_worker(cache, source, num_workers=1, shard_size=FOUR) as worker:
-        cache.wait(5, DEADLINE_S)
+        cache.wait(8, DEADLINE_S)
         os.kill(pid_of(cache), signal.SIGTERM)
         assert worker.wait(DEADLINE_S) is False
         assert (cache.fill_state(), cache.status().fill_message) == ("stopped", "")
-        assert len(numbers_in(cache)) == 10
-
-
-@pytest.mark.parametrize("timeout_s", ["1", float("nan"), True])
-def test_a_deadline_that_is_no_number_is_refused(cache: cs.Cache, source: Told, timeout_s: float) -> None:
-    cache.close()
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        for method in (worker.wait, worker.stop):
-            with pytest.raises(cs.ConfigError, match=r"timeout_s=.*: give seconds"):
-                method(timeout_s)
+        assert 8 <= len(numbers_in(cache)) <= 10
