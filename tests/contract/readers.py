@@ -106,10 +106,10 @@ class Told:
 class Listed:
     """A torch sampler over units, by what makes it one: it is gone through, and has a length."""
 
-    def __init__(self, units: list[int]) -> None:
+    def __init__(self, units: list[Any]) -> None:
         self.units = units
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.units)
 
     def __len__(self) -> int:
