@@ -248,7 +248,7 @@ def loosened(file: File, node: ast.Compare) -> list[Edit]:
 
 def _compared(file: File, node: ast.Compare, by: dict[type[ast.cmpop], str]) -> list[Edit]:
     terms = [node.left, *node.comparators]
-    gaps = zip(terms, node.ops, terms[1:], strict=True)
+    gaps = zip(terms[:-1], node.ops, terms[1:], strict=True)
     return [
         Edit(file.stop(left), file.start(right), f" {by[type(op)]} ")
         for left, op, right in gaps

@@ -83,6 +83,26 @@ FAULTS: Final = (
         "",
     ),
     Fault(
+        "a setting that another process changes holds here",
+        function("Cache._setting"), stale,
+        "",
+    ),
+    Fault(
+        "a setting that cannot be stored is not changed",
+        statement("change_settings", "_write_copy", "changes"), after(block("change_settings", "transaction")),
+        "",
+    ),
+    Fault(
+        "200GB are decimal",
+        constant("parse_size", 1000), becomes("1024"),
+        "",
+    ),
+    Fault(
+        "no more is evicted than has to be",
+        compare("choose_victims", "need_bytes"), loosened,
+        "",
+    ),
+    Fault(
         "what eviction frees is gone from the disk",
         statement("Reservations._unlink", "_remove_files"), left_out,
         "",
@@ -105,6 +125,11 @@ FAULTS: Final = (
     Fault(
         "an epoch leases all its shards",
         call("_leased", "ranges_of"), argument(1, "chosen[:-1]"),
+        "",
+    ),
+    Fault(
+        "a dataset in another process holds its lease",
+        call("EpochDataset.__setstate__", "join_lease"), becomes("None"),
         "",
     ),
     Fault(
@@ -169,8 +194,8 @@ FAULTS: Final = (
     ),
     # --- the worker
     Fault(
-        "one supervisor fills a cache",
-        condition("_start_or_attach", "is_running", "process") , becomes("is_running"),
+        "a second start attaches to the worker that runs",
+        statement("_start_or_attach", "is_running", "has_worker"), becomes("is_running = False"),
         "",
     ),
     Fault(
@@ -194,8 +219,18 @@ FAULTS: Final = (
         "",
     ),
     Fault(
-        "a worker that nobody needs ends unless it is detached",
-        statement("_start_or_attach", "detach"), left_out,
+        "a worker that nobody needs ends",
+        returned("Attachments.is_needed"), becomes("True"),
+        "",
+    ),
+    Fault(
+        "a detached worker outlives its caller",
+        call("Attachments.is_needed", "_is_requested"), becomes("False"),
+        "",
+    ),
+    Fault(
+        "a process that hangs is killed",
+        function("SamplingProcess.kill_if_hanging"), returns_at_once("None"),
         "",
     ),
     Fault(
@@ -209,13 +244,24 @@ FAULTS: Final = (
         "",
     ),
     Fault(
+        "a worker that is to stop when the cache is full ends",
+        compare("Supervisor._should_end", "when_full"), becomes("False"),
+        "",
+    ),
+    Fault(
+        "shard_size is the size of shards",
+        statement("WorkerOptions._shard_bytes", "shard_bytes", "parse_size", "shard_size"),
+        becomes("shard_bytes = min(parse_size(DEFAULT_SHARD), usable)"),
+        "",
+    ),
+    Fault(
         "nodes read different units",
         returned("Partition.units"), becomes("places * self.count"),
         "",
     ),
     Fault(
         "the order of filling is of the seed",
-        call("UnitOrder.__init__", "mix_key", "share"), argument(1, "0"),
+        call("UnitOrder.__init__", "mix_key"), argument(1, "0"),
         "",
     ),
     Fault(
@@ -285,6 +331,11 @@ FAULTS: Final = (
         call("visible", "startswith"), becomes("False"),
         "",
     ),
+    Fault(
+        "recursive=False keeps the files of the folder itself",
+        compare("visible", "/"), becomes("True"),
+        "",
+    ),
     # --- sources
     Fault(
         "a label is the rank of its folder among the sorted names",
@@ -294,6 +345,16 @@ FAULTS: Final = (
     Fault(
         "an image is red, green, blue",
         call("_planes", "enumerate"), argument(0, "reversed({})"),
+        "",
+    ),
+    Fault(
+        "a resize is to height and width",
+        expression("ImageOptions.resized", "(self.resize[1], self.resize[0])"), swapped(0, 1),
+        "",
+    ),
+    Fault(
+        "an image is upright",
+        function("_orientation"), returns_at_once("1"),
         "",
     ),
     Fault(
@@ -308,7 +369,12 @@ FAULTS: Final = (
     ),
     Fault(
         "a record with a wrong checksum is left out",
-        statement("_crcs_match", "fits"), becomes("fits = np.ones(len(stored), np.bool_)"),
+        returned("_crcs_match"), becomes("np.ones(len(places), np.bool_)"),
+        "",
+    ),
+    Fault(
+        "a sample of a tar has the name up to the first dot",
+        call("split_name", "partition", "base", "."), becomes('base.rpartition(".")'),
         "",
     ),
     Fault(
@@ -349,6 +415,16 @@ FAULTS: Final = (
         "",
     ),
     Fault(
+        "an epoch waits for min_samples",
+        call("Preparer._wait_for_samples", "wait_for_samples"), argument(1, "whole"),
+        "",
+    ),
+    Fault(
+        "the recorded epochs are those that were trained on",
+        statement("Recorder._write", "save_manifest"), left_out,
+        "",
+    ),
+    Fault(
         "the rest of an epoch is dropped where it is to be dropped",
         expression("count_batches", "not drop_last"), becomes("True"),
         "",
@@ -379,8 +455,18 @@ FAULTS: Final = (
         "",
     ),
     Fault(
-        "a batch transform draws from a generator of its batch",
-        constant("seeded_generator", "x"), becomes("1"),
+        "a batch transform draws the same in every run",
+        call("BatchProducer._transform_of", "manual_seed"), becomes("torch.default_generator"),
+        "",
+    ),
+    Fault(
+        "a batch transform draws anew for every batch",
+        call("BatchProducer._transform_of", "mix_key"), argument(1, "0"),
+        "",
+    ),
+    Fault(
+        "a batch transform draws on each rank its own",
+        call("Preparer._make_segment", "mix_key"), argument(2, "0"),
         "",
     ),
     Fault(
@@ -394,8 +480,8 @@ FAULTS: Final = (
         "",
     ),
     Fault(
-        "stream gives each part its options",
-        call("stream", "_selected", "EpochLoader"), becomes("{}"),
+        "stream gives the loader its options",
+        call("stream", "_selected", "EpochLoader"), becomes("dict()"),
         "",
     ),
     # --- on top
@@ -430,13 +516,29 @@ FAULTS: Final = (
         "",
     ),
     Fault(
-        "the metrics count the samples of the cache",
-        constant("x", "x"), becomes("1"),
+        "a cache that cannot be read is told by the metrics",
+        call("metrics_text", "int"), becomes("1"),
         "",
     ),
     Fault(
-        "a recorded epoch comes back identical",
-        statement("x", "x"), left_out,
+        "a loader counts what it has delivered",
+        statement("Meter.add_batch", "counts", "samples"), left_out,
+        "",
+    ),
+    Fault(
+        "a slow transform is named as the bottleneck",
+        statement("Stages.rates", "min", "each", "transform"), left_out,
+        "",
+    ),
+    Fault(
+        "the price of a plan is of what is fetched",
+        expression("Plan.of", "forecast.fetched_bytes / 1e9 * price_per_gb"),
+        becomes("forecast.fetched_bytes / 1e9"),
+        "",
+    ),
+    Fault(
+        "what a recorded epoch needs and is cached is not fetched again",
+        returned("_Restorer.hold_cached"), becomes("wanted"),
         "",
     ),
     Fault(
@@ -469,7 +571,7 @@ def plant(package: Path, fault: Fault) -> Path:
 
 
 def copy_project(root: Path, folder: Path) -> None:
-    """Copy from `root` what its tests run with into `folder`."""
+    """Copy from `root` what its tests run with into `folder`; what Python has compiled stays valid there."""
     for name in ("cachestream", "tests"):
         shutil.copytree(root / name, folder / name)
     shutil.copy(root / "pyproject.toml", folder)
