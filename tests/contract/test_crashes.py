@@ -64,7 +64,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(scenario: str, path: Path, library: Path, at: int, way: tuple[int, bool] = (KILL, False)) -> Outcome:
-    """Run a scenario on the cache at `path`; its change number `at` (0: none) fails."""
+    """Run a scenario on the cache at `path`; its change number `at` (0: none) fails. `changes` beside it lists them."""
     steps = path.with_name("steps")
     steps.write_bytes(bytes(8))
     environment = os.environ | {
@@ -74,6 +74,7 @@ def run(scenario: str, path: Path, library: Path, at: int, way: tuple[int, bool]
         "FAULTY_AT": str(at),
         "FAULTY_ERROR": str(way[0]),
         "FAULTY_ON": str(int(way[1])),
+        "FAULTY_LOG": str(path.with_name("changes")),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "tests.contract.crash_scenarios", scenario, str(path)]
@@ -181,3 +182,18 @@ def test_every_change_that_fails_or_kills_tears_loses_and_doubles_nothing(
 ) -> None:
     for at in range(1, num_changes(scenario) + 1):
         crash(scenario, new_path, library, way, at)
+
+
+def test_settings_are_on_the_disk_before_they_take_the_place_of_the_old_ones(
+    new_path: Callable[[], Path], library: Path
+) -> None:
+    path = new_path()
+    assert not run("lower", path, library, 0).told
+    changes = [line.split(" ", 2) for line in path.with_name("changes").read_text().splitlines()]
+    replaced = [
+        i for i, (_, call, file) in enumerate(changes) if "rename" in call and file.endswith("/cache.json")
+    ]
+    assert replaced
+    for i in replaced:
+        last = next(call for process, call, _ in reversed(changes[:i]) if process == changes[i][0])
+        assert last in {"fsync", "fdatasync"}, changes[:i]

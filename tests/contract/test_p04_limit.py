@@ -57,6 +57,23 @@ def test_a_cache_that_is_filled_and_trained_on_stays_below_its_limit(tmp_path: P
     assert 0 < watch.most <= limit
 
 
+def test_shards_that_are_written_at_once_count_before_they_are_there(tmp_path: Path) -> None:
+    def large(rng: np.random.Generator) -> dict[str, object]:
+        return {"x": rng.bytes(200_000)}
+
+    limit = 20_000_000  # so that what is under way exceeds any reserve
+    with (
+        cs.Cache(tmp_path / "c", limit, min_free=0) as cache,
+        Watch(tmp_path / "c") as watch,
+        cs.start_worker(cache, large, num_workers=3, shard_size="2MB"),
+        cs.EpochLoader(cache, 4, min_samples=60) as loader,
+    ):
+        while cache.status().evicted_shards < 30:
+            for _ in loader:
+                pass
+    assert 0 < watch.most <= limit
+
+
 def test_a_lower_limit_holds_at_once_and_a_higher_one_is_filled(tmp_path: Path) -> None:
     with (
         cs.Cache(tmp_path / "c", "3MB", min_free=0) as cache,

@@ -1,7 +1,7 @@
 """Plant each fault in a copy of the project, and print which test finds it: `python -m tests.faults [-j 2] [NAME ...]`.
 
 NAME: a part of what the fault breaks; all faults without one. Each is planted and the test of `found_by` is run;
-with `--all`, or where none is named, all of `tests/contract` up to the first test that fails. The list is what the
+with `--all` all of `tests/contract` up to the first test that fails. The list is what the
 commits of a rebuild are held against: it ends in exit code 1 if a fault is not found.
 """
 
@@ -29,10 +29,11 @@ __all__ = ["Outcome", "find", "run_tests"]
 ROOT: Final = Path(__file__).parents[2]
 ONE_TEST_S: Final = 150
 ALL_S: Final = 1800
-_FAILED: Final = re.compile(r"^FAILED (\S+?)(?:\[.*)? - (.*)$", re.MULTILINE)
+_FAILED: Final = re.compile(r"^FAILED ([^\s\[]+)\S*(?: - (.*))?$", re.MULTILINE)
+# Only the plugins that the tests need: others take seconds to load, once for each fault.
 _OPTIONS: Final = (
-    "-qx", "--tb=short", "-m", "not slow", "-n0", f"--timeout={ONE_TEST_S}",
-    "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:rerunfailures",
+    "-qx", "--tb=short", "--durations=0", "-m", "not slow", f"--timeout={ONE_TEST_S}",
+    "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin",
 )  # fmt: skip
 
 
@@ -48,15 +49,25 @@ class Outcome:
     @property
     def is_found(self) -> bool:
         """True if a test failed by what it saw: not because it, or a fixture, took too long."""
-        return bool(self.test) and "Timeout" not in self.error.partition(":")[0] and "Timeout (>" not in self.error
+        return (
+            bool(self.test)
+            and "Timeout" not in self.error.partition(":")[0]
+            and "Timeout (>" not in self.error
+        )
 
 
 def run_tests(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run `tests` over the package in `folder`, up to the first that fails."""
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "COLUMNS": "500",  # the line of a test that failed ends with its error
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile the package anew
     return subprocess.run(
         [sys.executable, "-m", "pytest", *_OPTIONS, *tests],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -73,7 +84,7 @@ def find(fault: Fault, tests: Sequence[str]) -> Outcome:
         plant(Path(folder, "cachestream"), fault)
         done = run_tests(Path(folder), tests)
     failed = _FAILED.search(done.stdout) if done.returncode == pytest.ExitCode.TESTS_FAILED else None
-    test, error = ("", "") if failed is None else failed.groups()
+    test, error = ("", "") if failed is None else failed.groups("")
     return Outcome(test, error, time.monotonic() - began_s, done.stdout[-5000:] + done.stderr[-1000:])
 
 
@@ -87,7 +98,7 @@ def main() -> int:
     wanted = [one for one in FAULTS if not given.names or any(name in one.breaks for name in given.names)]
 
     def look(fault: Fault) -> Outcome:
-        return find(fault, ["tests/contract" if given.all or not fault.found_by else fault.found_by])
+        return find(fault, ["tests/contract" if given.all else fault.test])
 
     lost = 0
     with ThreadPoolExecutor(given.jobs) as pool:

@@ -8,7 +8,8 @@ that node alone; the rest of the file stays as it is, byte for byte.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,10 +20,10 @@ __all__ = [
     "Edit",
     "File",
     "Place",
+    "after",
     "argument",
     "bare",
     "becomes",
-    "after",
     "block",
     "call",
     "compare",
@@ -63,25 +64,38 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class File:
-    """A module's text and syntax tree."""
+    """A module's text and syntax tree; its functions and classes by name, each with its qualified name."""
 
     path: Path
     data: bytes
-    tree: ast.Module
-    starts: tuple[int, ...]  # of the lines, in bytes
+    lines: tuple[int, ...]  # where they start, in bytes
+    named: Mapping[str, list[tuple[str, ast.AST]]]
 
     @classmethod
     def read(cls, path: Path) -> File:
-        data, starts = path.read_bytes(), [0]
+        data, lines = path.read_bytes(), [0]
         for line in data.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
-        return cls(path, data, ast.parse(data, str(path)), tuple(starts))
+            lines.append(lines[-1] + len(line))
+        named: defaultdict[str, list[tuple[str, ast.AST]]] = defaultdict(list)
+
+        def enter(node: ast.AST, above: str) -> None:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+                    named[child.name].append((f"{above}.{child.name}", child))
+                    enter(child, f"{above}.{child.name}")
+                elif not isinstance(child, ast.expr):
+                    enter(child, above)
+
+        enter(ast.parse(data, str(path)), "")
+        return cls(path, data, tuple(lines), named)
 
     def start(self, node: ast.AST) -> int:
-        return self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+        start: int = self.lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+        return start
 
     def stop(self, node: ast.AST) -> int:
-        return self.starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        stop: int = self.lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        return stop
 
     def text(self, node: ast.AST) -> str:
         return self.data[self.start(node) : self.stop(node)].decode()
@@ -123,28 +137,14 @@ class Place:
     def find(self, file: File) -> list[ast.AST]:
         """Return the nodes in `file` that are meant."""
         nodes: list[ast.AST] = []
-        for root in _functions_called(file, self.name):
+        for path, root in file.named.get(self.name.rpartition(".")[2], ()):
+            if not path.endswith(f".{self.name}"):
+                continue
             fitting = [node for node in ast.walk(root) if self.matches(node)]
             fitting = [node for node in fitting if set(self.words) <= _mentioned(node)]
             outer = {id(one) for one in fitting for two in fitting if one is not two and _is_in(two, one)}
             nodes += [node for node in fitting if id(node) not in outer]
         return [node if self.part is None else self.part(node) for node in nodes]
-
-
-def _functions_called(file: File, name: str) -> Iterator[ast.AST]:
-    def visit(node: ast.AST, above: str) -> Iterator[ast.AST]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
-                path = f"{above}.{child.name}"
-                if path.endswith(f".{name}"):
-                    yield child
-                else:
-                    yield from visit(child, path)
-            elif isinstance(child, ast.If | ast.With | ast.Try | ast.For):
-                yield from visit(child, above)
-
-    if f"def {name.rpartition('.')[2]}(".encode() in file.data or f"class {name}".encode() in file.data:
-        yield from visit(file.tree, "")
 
 
 def _mentioned(node: ast.AST) -> set[str]:
@@ -169,7 +169,13 @@ def _is_in(inner: ast.AST, outer: ast.AST) -> bool:
 
 def _name_called(node: ast.AST) -> str:
     target = node.func if isinstance(node, ast.Call) else None
-    return target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
+    return (
+        target.attr
+        if isinstance(target, ast.Attribute)
+        else target.id
+        if isinstance(target, ast.Name)
+        else ""
+    )
 
 
 def call(where: str, name: str, *words: str) -> Place:
@@ -195,7 +201,16 @@ def constant(where: str, value: object) -> Place:
 
 def statement(where: str, *words: str) -> Place:
     """The simple statement that mentions `words`."""
-    simple = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Raise, ast.Delete, ast.Assert)
+    simple = (
+        ast.Expr,
+        ast.Assign,
+        ast.AugAssign,
+        ast.AnnAssign,
+        ast.Return,
+        ast.Raise,
+        ast.Delete,
+        ast.Assert,
+    )
     return Place(where, lambda node: isinstance(node, simple), words)
 
 
@@ -294,7 +309,11 @@ def argument(which: int | str, text: str | None) -> Change:
 
     def change(file: File, node: ast.Call) -> list[Edit]:
         given: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
-        place = which if isinstance(which, int) else [one.arg for one in node.keywords].index(which) + len(node.args)
+        place = (
+            which
+            if isinstance(which, int)
+            else [one.arg for one in node.keywords].index(which) + len(node.args)
+        )
         old = given[place].value if isinstance(given[place], ast.keyword) else given[place]  # type: ignore[union-attr]
         if text is not None:
             return [file.replaced(old, text.replace("{}", file.text(old)))]
@@ -341,7 +360,9 @@ def stale(file: File, node: ast.FunctionDef) -> list[Edit]:
 
 def preceded_by(text: str) -> Change:
     """Write another statement before a statement."""
-    return lambda file, node: [file.replaced(node, f"{text}\n{' ' * node.col_offset}{{}}".replace("{}", file.text(node)))]
+    return lambda file, node: [
+        file.replaced(node, f"{text}\n{' ' * node.col_offset}{{}}".replace("{}", file.text(node)))
+    ]
 
 
 def after(other: Place) -> Change:
