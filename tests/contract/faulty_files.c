@@ -3,6 +3,7 @@
  * FAULTY_FOLDER: the folder. FAULTY_STEPS: a file of 8 bytes, the number of changes so far, of all processes.
  * FAULTY_AT: the change that fails, from 1; 0 only counts. FAULTY_ERROR: an errno, or 0: SIGKILL before the change.
  * FAULTY_ON: 1, from that change on all of them fail, as on a broken disk.
+ * FAULTY_CALL: the beginning of the calls that count; all of them without it.
  * FAULTY_LOG: a file that gets a line for each change: the process, the call, and the file.
  */
 #define _GNU_SOURCE
@@ -21,7 +22,7 @@
 #include <unistd.h>
 
 static volatile int64_t *steps;
-static const char *folder;
+static const char *folder, *only;
 static int64_t at;
 static int fault, on, log_file = -1;
 
@@ -32,6 +33,7 @@ __attribute__((constructor)) static void begin(void)
     if (!path || !folder)
         return;
     at = atoll(getenv("FAULTY_AT"));
+    only = getenv("FAULTY_CALL");
     fault = atoi(getenv("FAULTY_ERROR"));
     on = atoi(getenv("FAULTY_ON"));
     if (getenv("FAULTY_LOG"))
@@ -66,6 +68,8 @@ static int change(const char *call, int fd, int dir, const char *path)
         return 0;
     target[length > PATH_MAX ? PATH_MAX : length] = 0;
     if (strncmp(target, folder, strlen(folder)) != 0)
+        return 0;
+    if (only && strncmp(call, only, strlen(only)) != 0)
         return 0;
     if (log_file >= 0)
         dprintf(log_file, "%d %s %s/%s\n", getpid(), call, target, path ? path : "");

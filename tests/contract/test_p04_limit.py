@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +92,16 @@ def test_a_lower_limit_holds_at_once_and_a_higher_one_is_filled(tmp_path: Path) 
 
 def test_min_free_of_the_disk_stays_free(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    with cs.Cache(tmp_path / "c", "1GB", min_free=2 * free) as cache:
-        worker = cs.start_worker(cache, endless, num_workers=1)
+    with (
+        cs.Cache(tmp_path / "c", "1GB", min_free=2 * free) as cache,
+        cs.start_worker(cache, endless, num_workers=1) as worker,
+    ):
+        deadline_s = time.monotonic() + 60
+        while not (running := worker.status().worker) or not running.totals.space_wait_s:
+            assert cache.num_samples == 0
+            assert time.monotonic() < deadline_s, worker.status()
         with pytest.raises(cs.NotEnoughSamplesError, match="free"):
-            cache.wait(1, timeout_s=3)
-        worker.stop()
-        assert cache.num_samples == 0
+            cache.wait(1, timeout_s=0.1)
 
 
 def test_a_limit_below_one_shard_is_refused(tmp_path: Path) -> None:

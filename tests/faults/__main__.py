@@ -29,7 +29,7 @@ __all__ = ["Outcome", "find", "run_tests"]
 ROOT: Final = Path(__file__).parents[2]
 ONE_TEST_S: Final = 150
 ALL_S: Final = 1800
-_FAILED: Final = re.compile(r"^FAILED ([^\s\[]+)\S*(?: - (.*))?$", re.MULTILINE)
+_FAILED: Final = re.compile(r"^FAILED (\S+?)(?:\[.*?\])?(?: - (.*))?$", re.MULTILINE)
 # Only the plugins that the tests need: others take seconds to load, once for each fault.
 _OPTIONS: Final = (
     "-qx", "--tb=short", "--durations=0", "-m", "not slow", f"--timeout={ONE_TEST_S}",

@@ -354,7 +354,7 @@ def returns_at_once(text: str) -> Change:
 
 def stale(file: File, node: ast.FunctionDef) -> list[Edit]:
     """Have a function answer as it did the first time it got the same arguments."""
-    at = file.start(node.decorator_list[0]) - 1 if node.decorator_list else file.start(node)
+    at = file.start(node)
     return [Edit(at, at, f"@__import__('functools').cache\n{' ' * node.col_offset}")]
 
 
