@@ -168,14 +168,8 @@ def _is_in(inner: ast.AST, outer: ast.AST) -> bool:
 
 
 def _name_called(node: ast.AST) -> str:
-    target = node.func if isinstance(node, ast.Call) else None
-    return (
-        target.attr
-        if isinstance(target, ast.Attribute)
-        else target.id
-        if isinstance(target, ast.Name)
-        else ""
-    )
+    called = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(called, "attr", None) or getattr(called, "id", ""))
 
 
 def call(where: str, name: str, *words: str) -> Place:
@@ -201,17 +195,11 @@ def constant(where: str, value: object) -> Place:
 
 def statement(where: str, *words: str) -> Place:
     """The simple statement that mentions `words`."""
-    simple = (
-        ast.Expr,
-        ast.Assign,
-        ast.AugAssign,
-        ast.AnnAssign,
-        ast.Return,
-        ast.Raise,
-        ast.Delete,
-        ast.Assert,
-    )
-    return Place(where, lambda node: isinstance(node, simple), words)
+
+    def is_one(node: ast.AST) -> bool:
+        return isinstance(node, ast.stmt) and not hasattr(node, "body")
+
+    return Place(where, is_one, words)
 
 
 def returned(where: str, *words: str) -> Place:
