@@ -152,7 +152,7 @@ FAULTS: Final = (
           statement("_start_or_attach", "is_running", "has_worker"), becomes("is_running = False"),
           ""),
     Fault("a sampling process that dies is replaced",
-          statement("SamplingProcesses._reap", "start_at_s", "longest_pause_s"), left_out,
+          function("SamplingProcesses._reap"), returns_at_once("None"),
           ""),
     Fault("the units of a process that died are read by another one",
           function("_take_over"), returns_at_once("None"),
