@@ -10,19 +10,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.faults.planted import FAULTS, Fault, copy_project, plant
+from tests.faults.planted import FAULTS, Fault, copy_with
 
 __all__ = ["Outcome", "find", "run_tests"]
 
@@ -76,13 +78,21 @@ def run_tests(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess
     )
 
 
+def _end_left_behind(folder: str) -> None:
+    """End the processes that run over `folder`: a fault may keep a worker from ending."""
+    for pid in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if f"\0PYTHONPATH={folder}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+
+
 def find(fault: Fault, tests: Sequence[str]) -> Outcome:
     """Run `tests` over a copy of the project with `fault`."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
-        copy_project(ROOT, Path(folder))
-        plant(Path(folder, "cachestream"), fault)
+        copy_with(ROOT, Path(folder), fault)
         done = run_tests(Path(folder), tests)
+        _end_left_behind(folder)
     failed = _FAILED.search(done.stdout) if done.returncode == pytest.ExitCode.TESTS_FAILED else None
     test, error = ("", "") if failed is None else failed.groups("")
     return Outcome(test, error, time.monotonic() - began_s, done.stdout[-5000:] + done.stderr[-1000:])

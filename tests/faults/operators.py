@@ -8,8 +8,7 @@ that node alone; the rest of the file stays as it is, byte for byte.
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,30 +63,24 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class File:
-    """A module's text and syntax tree; its functions and classes by name, each with its qualified name."""
+    """A module's text."""
 
     path: Path
     data: bytes
     lines: tuple[int, ...]  # where they start, in bytes
-    named: Mapping[str, list[tuple[str, ast.AST]]]
 
     @classmethod
     def read(cls, path: Path) -> File:
         data, lines = path.read_bytes(), [0]
         for line in data.splitlines(keepends=True):
             lines.append(lines[-1] + len(line))
-        named: defaultdict[str, list[tuple[str, ast.AST]]] = defaultdict(list)
+        return cls(path, data, tuple(lines))
 
-        def enter(node: ast.AST, above: str) -> None:
-            for child in ast.iter_child_nodes(node):
-                if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
-                    named[child.name].append((f"{above}.{child.name}", child))
-                    enter(child, f"{above}.{child.name}")
-                elif not isinstance(child, ast.expr):
-                    enter(child, above)
-
-        enter(ast.parse(data, str(path)), "")
-        return cls(path, data, tuple(lines), named)
+    def named(self, name: str) -> list[ast.AST]:
+        """The functions and classes of this name, which is qualified as far as needed."""
+        if name.rpartition(".")[2].encode() not in self.data:
+            return []
+        return [node for path, node in _definitions(self) if path.endswith(f".{name}")]
 
     def start(self, node: ast.AST) -> int:
         start: int = self.lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
@@ -108,6 +101,23 @@ class File:
         for edit in sorted(edits, reverse=True):
             data = data[: edit.start] + edit.text.encode() + data[edit.stop :]
         return data.decode()
+
+
+@cache
+def _definitions(file: File) -> tuple[tuple[str, ast.AST], ...]:
+    """The functions and classes in `file`, each with its qualified name, which begins with a dot."""
+    found: list[tuple[str, ast.AST]] = []
+
+    def enter(node: ast.AST, above: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+                found.append((f"{above}.{child.name}", child))
+                enter(child, f"{above}.{child.name}")
+            elif not isinstance(child, ast.expr):
+                enter(child, above)
+
+    enter(ast.parse(file.data, str(file.path)), "")
+    return tuple(found)
 
 
 @cache
@@ -137,9 +147,7 @@ class Place:
     def find(self, file: File) -> list[ast.AST]:
         """Return the nodes in `file` that are meant."""
         nodes: list[ast.AST] = []
-        for path, root in file.named.get(self.name.rpartition(".")[2], ()):
-            if not path.endswith(f".{self.name}"):
-                continue
+        for root in file.named(self.name):
             fitting = [node for node in ast.walk(root) if self.matches(node)]
             fitting = [node for node in fitting if set(self.words) <= _mentioned(node)]
             outer = {id(one) for one in fitting for two in fitting if one is not two and _is_in(two, one)}

@@ -45,7 +45,7 @@ from tests.faults.operators import (
     turned,
 )
 
-__all__ = ["FAULTS", "Fault", "copy_project", "plant", "planted"]
+__all__ = ["FAULTS", "Fault", "copy_project", "copy_with", "planted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +384,11 @@ def planted(package: Path, fault: Fault) -> tuple[File, str]:
     return file, file.edited(fault.change(file, node))
 
 
-def plant(package: Path, fault: Fault) -> Path:
-    """Plant `fault` below `package`; returns the file that has it."""
-    file, text = planted(package, fault)
-    file.path.write_text(text, encoding="utf-8")
-    return file.path
+def copy_with(root: Path, folder: Path, fault: Fault) -> None:
+    """Copy the project at `root` into `folder`, with `fault`."""
+    copy_project(root, folder)
+    file, text = planted(root / "cachestream", fault)
+    (folder / file.path.relative_to(root)).write_text(text, encoding="utf-8")
 
 
 def copy_project(root: Path, folder: Path) -> None:
