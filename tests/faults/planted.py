@@ -233,7 +233,7 @@ FAULTS: Final = (
           call("visible", "startswith"), becomes("False"),
           ""),
     Fault("recursive=False keeps the files of the folder itself",
-          compare("visible", "/"), becomes("True"),
+          condition("open_pages", "recursive", "isdir"), becomes("os.path.isdir(path)"),
           ""),
     # --- sources
     Fault("a label is the rank of its folder among the sorted names",
