@@ -3,6 +3,8 @@
  * FAULTY_FOLDER: the folder. FAULTY_STEPS: a file of 8 bytes, the number of changes so far, of all processes.
  * FAULTY_AT: the change that fails, from 1; 0 only counts. FAULTY_ERROR: an errno, or 0: SIGKILL before the change.
  * FAULTY_ON: 1, from that change on all of them fail, as on a broken disk.
+ * FAULTY_CALL: the beginning of the calls that count; all of them without it.
+ * FAULTY_LOG: a file that gets a line for each change: the process, the call, and the file.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -20,9 +22,9 @@
 #include <unistd.h>
 
 static volatile int64_t *steps;
-static const char *folder;
+static const char *folder, *only;
 static int64_t at;
-static int fault, on;
+static int fault, on, log_file = -1;
 
 __attribute__((constructor)) static void begin(void)
 {
@@ -31,8 +33,11 @@ __attribute__((constructor)) static void begin(void)
     if (!path || !folder)
         return;
     at = atoll(getenv("FAULTY_AT"));
+    only = getenv("FAULTY_CALL");
     fault = atoi(getenv("FAULTY_ERROR"));
     on = atoi(getenv("FAULTY_ON"));
+    if (getenv("FAULTY_LOG"))
+        log_file = open(getenv("FAULTY_LOG"), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     int fd = open(path, O_RDWR | O_CLOEXEC);
     void *map = fd < 0 ? MAP_FAILED : mmap(NULL, sizeof *steps, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (fd >= 0)
@@ -41,8 +46,8 @@ __attribute__((constructor)) static void begin(void)
         steps = map;
 }
 
-/* Count a change of `path`, relative to `dir`, or of the open file `fd`; -1 with errno if it is to fail. */
-static int change(int fd, int dir, const char *path)
+/* Count a change by `call` of `path`, relative to `dir`, or of the open file `fd`; -1 with errno if it is to fail. */
+static int change(const char *call, int fd, int dir, const char *path)
 {
     char link[64], target[PATH_MAX + 1];
     int before = errno;
@@ -64,6 +69,10 @@ static int change(int fd, int dir, const char *path)
     target[length > PATH_MAX ? PATH_MAX : length] = 0;
     if (strncmp(target, folder, strlen(folder)) != 0)
         return 0;
+    if (only && strncmp(call, only, strlen(only)) != 0)
+        return 0;
+    if (log_file >= 0)
+        dprintf(log_file, "%d %s %s/%s\n", getpid(), call, target, path ? path : "");
     int64_t step = __atomic_add_fetch(steps, 1, __ATOMIC_SEQ_CST);
     if (!at || step < at || (step > at && !on))
         return 0;
@@ -75,7 +84,7 @@ static int change(int fd, int dir, const char *path)
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define FILES(kind, name, call, ...) \
-    kind name(__VA_ARGS__) { return change(fd, 0, NULL) ? -1 : REAL(name) call; }
+    kind name(__VA_ARGS__) { return change(#name, fd, 0, NULL) ? -1 : REAL(name) call; }
 
 FILES(ssize_t, write, (fd, data, size), int fd, const void *data, size_t size)
 FILES(ssize_t, pwrite, (fd, data, size, offset), int fd, const void *data, size_t size, off_t offset)
@@ -89,36 +98,36 @@ FILES(int, ftruncate64, (fd, size), int fd, off64_t size)
 
 int rename(const char *old, const char *new)
 {
-    return change(-1, AT_FDCWD, new) ? -1 : REAL(rename)(old, new);
+    return change("rename", -1, AT_FDCWD, new) ? -1 : REAL(rename)(old, new);
 }
 
 int renameat(int from, const char *old, int to, const char *new)
 {
-    return change(-1, to, new) ? -1 : REAL(renameat)(from, old, to, new);
+    return change("renameat", -1, to, new) ? -1 : REAL(renameat)(from, old, to, new);
 }
 
 int renameat2(int from, const char *old, int to, const char *new, unsigned int flags)
 {
-    return change(-1, to, new) ? -1 : REAL(renameat2)(from, old, to, new, flags);
+    return change("renameat2", -1, to, new) ? -1 : REAL(renameat2)(from, old, to, new, flags);
 }
 
 int unlink(const char *path)
 {
-    return change(-1, AT_FDCWD, path) ? -1 : REAL(unlink)(path);
+    return change("unlink", -1, AT_FDCWD, path) ? -1 : REAL(unlink)(path);
 }
 
 int unlinkat(int dir, const char *path, int flags)
 {
-    return change(-1, dir, path) ? -1 : REAL(unlinkat)(dir, path, flags);
+    return change("unlinkat", -1, dir, path) ? -1 : REAL(unlinkat)(dir, path, flags);
 }
 
 /* It returns an error number, and leaves errno alone. */
 int posix_fallocate(int fd, off_t offset, off_t size)
 {
-    return change(fd, 0, NULL) ? errno : REAL(posix_fallocate)(fd, offset, size);
+    return change("posix_fallocate", fd, 0, NULL) ? errno : REAL(posix_fallocate)(fd, offset, size);
 }
 
 int posix_fallocate64(int fd, off64_t offset, off64_t size)
 {
-    return change(fd, 0, NULL) ? errno : REAL(posix_fallocate64)(fd, offset, size);
+    return change("posix_fallocate64", fd, 0, NULL) ? errno : REAL(posix_fallocate64)(fd, offset, size);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import time
@@ -252,3 +253,23 @@ def test_an_object_that_is_above_the_limit_while_packed_is_not_fetched() -> None
         list(cs.open_source([url], max_object_size="2MB").read(0, RNG))
     assert PackedFiles.unpacked == []
     assert rows_of(cs.open_source([url], max_object_size="4MB")) == ([{"id": 1}], None)
+
+
+class SilentFiles(AsyncFileSystem):  # type: ignore[misc]
+    """A driver whose calls return after a minute and a half."""
+
+    protocol = "silentfiles"
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": 5, "etag": "a"}
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        await asyncio.sleep(90)
+        return b"id\n1\n"
+
+
+@pytest.mark.e2e
+def test_a_call_that_does_not_return_is_given_up_as_a_remote_that_is_away() -> None:
+    fsspec.register_implementation("silentfiles", SilentFiles, clobber=True)
+    with pytest.raises(cs.SourceUnavailableError, match=r"silentfiles://a\.txt: .*no answer within \d+ s"):
+        list(cs.open_source(["silentfiles://a.txt"]).read(0, RNG))

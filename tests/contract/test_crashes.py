@@ -63,17 +63,31 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def run(scenario: str, path: Path, library: Path, at: int, way: tuple[int, bool] = (KILL, False)) -> Outcome:
-    """Run a scenario on the cache at `path`; its change number `at` (0: none) fails."""
+def run(
+    scenario: str,
+    path: Path,
+    library: Path,
+    at: int,
+    way: tuple[int, bool] = (KILL, False),
+    *,
+    call: str = "",
+    folder: Path | None = None,
+) -> Outcome:
+    """Run a scenario on the cache at `path`; its change number `at` (0: none), by `call` and in `folder`, fails.
+
+    The file `changes` beside the cache lists them.
+    """
     steps = path.with_name("steps")
     steps.write_bytes(bytes(8))
     environment = os.environ | {
         "LD_PRELOAD": str(library),
-        "FAULTY_FOLDER": str(path),
+        "FAULTY_FOLDER": str(folder or path),
         "FAULTY_STEPS": str(steps),
         "FAULTY_AT": str(at),
+        "FAULTY_CALL": call,
         "FAULTY_ERROR": str(way[0]),
         "FAULTY_ON": str(int(way[1])),
+        "FAULTY_LOG": str(path.with_name("changes")),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "tests.contract.crash_scenarios", scenario, str(path)]
@@ -181,3 +195,28 @@ def test_every_change_that_fails_or_kills_tears_loses_and_doubles_nothing(
 ) -> None:
     for at in range(1, num_changes(scenario) + 1):
         crash(scenario, new_path, library, way, at)
+
+
+def test_a_process_that_is_killed_as_a_shard_gets_its_name_costs_no_sample(
+    new_path: Callable[[], Path], library: Path
+) -> None:
+    path, at = new_path(), 9
+    prepare("fill", path)
+    outcome = run("fill", path, library, at, call="rename", folder=path / "shards")
+    assert outcome.changes >= at
+    check("fill", path, outcome, 4_000_000)
+
+
+def test_settings_are_on_the_disk_before_they_take_the_place_of_the_old_ones(
+    new_path: Callable[[], Path], library: Path
+) -> None:
+    path = new_path()
+    assert not run("lower", path, library, 0).told
+    changes = [line.split(" ", 2) for line in path.with_name("changes").read_text().splitlines()]
+    replaced = [
+        i for i, (_, call, file) in enumerate(changes) if "rename" in call and file.endswith("/cache.json")
+    ]
+    assert replaced
+    for i in replaced:
+        last = next(call for process, call, _ in reversed(changes[:i]) if process == changes[i][0])
+        assert last in {"fsync", "fdatasync"}, changes[:i]

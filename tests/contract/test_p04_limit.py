@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,23 @@ def test_a_cache_that_is_filled_and_trained_on_stays_below_its_limit(tmp_path: P
     assert 0 < watch.most <= limit
 
 
+def test_shards_that_are_written_at_once_count_before_they_are_there(tmp_path: Path) -> None:
+    def large(rng: np.random.Generator) -> dict[str, object]:
+        return {"x": rng.bytes(200_000)}
+
+    limit = 20_000_000  # so that what is under way exceeds any reserve
+    with (
+        cs.Cache(tmp_path / "c", limit, min_free=0) as cache,
+        Watch(tmp_path / "c") as watch,
+        cs.start_worker(cache, large, num_workers=3, shard_size="2MB"),
+        cs.EpochLoader(cache, 4, min_samples=60) as loader,
+    ):
+        while cache.status().evicted_shards < 30:
+            for _ in loader:
+                pass
+    assert 0 < watch.most <= limit
+
+
 def test_a_lower_limit_holds_at_once_and_a_higher_one_is_filled(tmp_path: Path) -> None:
     with (
         cs.Cache(tmp_path / "c", "3MB", min_free=0) as cache,
@@ -74,12 +92,16 @@ def test_a_lower_limit_holds_at_once_and_a_higher_one_is_filled(tmp_path: Path) 
 
 def test_min_free_of_the_disk_stays_free(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    with cs.Cache(tmp_path / "c", "1GB", min_free=2 * free) as cache:
-        worker = cs.start_worker(cache, endless, num_workers=1)
+    with (
+        cs.Cache(tmp_path / "c", "1GB", min_free=2 * free) as cache,
+        cs.start_worker(cache, endless, num_workers=1) as worker,
+    ):
+        deadline_s = time.monotonic() + 60
+        while not (running := worker.status().worker) or not running.totals.space_wait_s:
+            assert cache.num_samples == 0
+            assert time.monotonic() < deadline_s, worker.status()
         with pytest.raises(cs.NotEnoughSamplesError, match="free"):
-            cache.wait(1, timeout_s=3)
-        worker.stop()
-        assert cache.num_samples == 0
+            cache.wait(1, timeout_s=0.1)
 
 
 def test_a_limit_below_one_shard_is_refused(tmp_path: Path) -> None:

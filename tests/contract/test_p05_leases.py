@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import cachestream as cs
@@ -50,6 +52,18 @@ def test_a_lease_in_another_process_holds_until_that_process_is_killed(cache: cs
         process.communicate()
     assert cache.evict(to=0) > 0
     assert (cache.num_samples, cache.status().leases) == (0, 0)
+
+
+def test_a_copy_of_a_dataset_holds_its_shards_when_the_first_is_closed(cache: cs.Cache) -> None:
+    with cache.snapshot() as dataset:
+        sent = pickle.dumps(dataset)  # as for a DataLoader's workers
+        copy = pickle.loads(sent)
+    assert cache.evict(to=0) == 0
+    assert sorted(copy[:]["number"].tolist()) == list(range(NUM_SAMPLES))
+    copy.close()
+    assert cache.evict(to=0) > 0
+    with pytest.raises(cs.EpochError, match="new snapshot"):
+        pickle.loads(sent)
 
 
 def test_a_lower_limit_leaves_what_is_leased_and_takes_it_afterwards(cache: cs.Cache) -> None:
