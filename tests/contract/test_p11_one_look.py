@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import html
+import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -18,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
@@ -134,7 +135,7 @@ def test_sizes_and_counts_are_those_of_the_files(fed: Fed) -> None:
 
 
 def test_a_notebook_shows_the_numbers_of_the_status_in_tables_of_sound_html(fed: Fed) -> None:
-    as_html = methodcaller("_repr_html_")  # as IPython asks for it
+    as_html = operator.methodcaller("_repr_html_")  # as IPython asks for it
     for shown_there, words in (
         (fed.cache, f"79 in {fed.cache.num_shards} shards"),
         (fed.cache.status(), f"79 in {fed.cache.num_shards} shards"),
@@ -311,9 +312,13 @@ def situations(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         list(steps)
         batches = iter(steps)  # whose first batch waits for nothing
 
+        steps_s = itertools.accumulate(itertools.repeat(2.0), operator.mul, initial=0.05)
+
         def step() -> bool:
             assert next(batches) is not None
-            time.sleep(0.4)
+            time.sleep(
+                next(steps_s)
+            )  # longer and longer: on a busy machine each batch waits for the processor
             found = [one.epoch_wait_share for one in whole.status().loaders]
             return bool(found) and max(found) < 0.015
 
