@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import html
+import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -12,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
@@ -133,7 +135,7 @@ def test_sizes_and_counts_are_those_of_the_files(fed: Fed) -> None:
 
 
 def test_a_notebook_shows_the_numbers_of_the_status_in_tables_of_sound_html(fed: Fed) -> None:
-    as_html = methodcaller("_repr_html_")  # as IPython asks for it
+    as_html = operator.methodcaller("_repr_html_")  # as IPython asks for it
     for shown_there, words in (
         (fed.cache, f"79 in {fed.cache.num_shards} shards"),
         (fed.cache.status(), f"79 in {fed.cache.num_shards} shards"),
@@ -277,11 +279,17 @@ def slow_batch(batch: Any) -> Any:
     return batch
 
 
+@dataclass(frozen=True)
+class Situations:
+    """Caches in a few situations: what the live page says of each, the statuses of those that fill, all metrics."""
+
+    said: dict[str, str]
+    statuses: dict[str, Any]
+    metrics: str
+
+
 @pytest.fixture(scope="module")
-def situations(
-    filled: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
-    """Of caches in a few situations the sentences of the live page, and the statuses of those that are filled."""
+def situations(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Situations]:
     pytest.importorskip("bokeh")
     folder = tmp_path_factory.mktemp("situations")
     with ExitStack() as stack:
@@ -291,7 +299,7 @@ def situations(
             stack.enter_context(cs.start_worker(cache, source, num_workers=1, **options))
             return cache
 
-        caches = {"remote": filling("remote", far)}
+        caches = {"remote": filling("remote", far, bandwidth_limit="40MB/s")}
         caches["transform"] = filling("transform", [{"x": i} for i in range(10**5)], transform=slow)
         cs.Cache(folder / "empty", "4MB").close()
         shutil.copytree(filled, folder / "model")
@@ -304,26 +312,34 @@ def situations(
         list(steps)
         batches = iter(steps)  # whose first batch waits for nothing
 
+        steps_s = itertools.accumulate(itertools.repeat(2.0), operator.mul, initial=0.05)
+
         def step() -> bool:
             assert next(batches) is not None
-            time.sleep(0.05)
+            time.sleep(
+                next(steps_s)
+            )  # longer and longer: on a busy machine each batch waits for the processor
             found = [one.epoch_wait_share for one in whole.status().loaders]
             return bool(found) and max(found) < 0.015
 
         await_state(step, "the model takes longer than the data")
         names = ("remote", "transform", "empty", "model")
-        said = dict(zip(names, sentences(*(folder / name for name in names)), strict=True))
-        yield said, {name: cache.status() for name, cache in caches.items()}
+        said, metrics = read_page(*(folder / name for name in names))
+        statuses = {name: cache.status() for name, cache in caches.items()}
+        yield Situations(dict(zip(names, said, strict=True)), statuses, metrics)
 
 
-def sentences(*paths: Path) -> list[str]:
-    """The sentence on each cache of a live page."""
+def read_page(*paths: Path) -> tuple[list[str], str]:
+    """What a live page says of each cache, and its metrics."""
     from bokeh.client import pull_session
     from bokeh.models.widgets import Div
 
     with program("dashboard", *paths, "--port", 0, "--token", "") as process:
         assert process.stdout is not None
-        session = pull_session(url=process.stdout.readline().strip())
+        url = process.stdout.readline().strip()
+        with urllib.request.urlopen(f"{url}metrics", timeout=DEADLINE_S) as answer:
+            metrics = answer.read().decode()
+        session = pull_session(url=url)
         with warnings.catch_warnings():  # the client of Bokeh leaves a connection
             warnings.simplefilter("ignore", ResourceWarning)
             heads = [str(model.text) for model in session.document.models if isinstance(model, Div)]
@@ -333,7 +349,7 @@ def sentences(*paths: Path) -> list[str]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
     by_path = {path: head for path in paths for head in heads if str(path) in head}
-    return [html.unescape(re.sub("<[^>]+>", " ", by_path[path])) for path in paths]
+    return [html.unescape(re.sub("<[^>]+>", " ", by_path[path])) for path in paths], metrics
 
 
 @pytest.mark.parametrize(
@@ -352,21 +368,44 @@ def sentences(*paths: Path) -> list[str]:
     ],
 )
 def test_the_live_page_says_in_one_sentence_what_holds_the_training_up(
-    situation: str, verdict: str, situations: tuple[dict[str, str], dict[str, Any]]
+    situation: str, verdict: str, situations: Situations
 ) -> None:
-    assert re.search(verdict, situations[0][situation])
+    assert re.search(verdict, situations.said[situation])
 
 
 @pytest.mark.parametrize("stage", ["remote", "transform"])
 def test_status_says_where_the_time_of_the_sampling_processes_goes(
-    stage: str, situations: tuple[dict[str, str], dict[str, Any]]
+    stage: str, situations: Situations
 ) -> None:
-    status = situations[1][stage]
+    status = situations.statuses[stage]
     (line,) = (line for line in shown(status.path).splitlines() if "time goes to" in line)
     assert line.split()[3] == stage
     totals = status.worker.totals
     spent = {"remote": totals.fetch_wait_s, "transform": totals.transform_s}
     assert spent[stage] == max(spent.values()) > 0.2
+
+
+def test_the_metrics_of_workers_and_loaders_are_those_of_the_guide_and_of_the_grafana_board(
+    situations: Situations,
+) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    guide = (docs / "guide" / "dashboard.md").read_text(encoding="utf-8")
+    board = (docs / "assets" / "grafana.json").read_text(encoding="utf-8")
+    served = set(re.findall(r"^(cachestream_\w+)\{", situations.metrics, re.MULTILINE))
+    assert served == set(re.findall(r"^\| `(cachestream_\w+)", guide, re.MULTILINE))
+    assert set() < set(re.findall(r"cachestream_\w+", board)) <= served
+    values = dict(line.rsplit(" ", 1) for line in situations.metrics.splitlines() if line[0] != "#")
+    fields = [
+        re.search(r'cache="[^"]*/(\w+)"', name) for name in values if name.startswith("cachestream_worker_up")
+    ]
+    assert [field[1] for field in fields if field] == ["remote", "transform", "empty", "model"]
+    assert [float(value) for name, value in values.items() if "worker_up" in name] == [1, 1, 0, 0]
+    (limit,) = (value for name, value in values.items() if "bandwidth_limit" in name)
+    assert float(limit) == 40e6
+    (samples,) = (
+        value for name, value in values.items() if "loader_epoch_samples" in name and "/model" in name
+    )
+    assert float(samples) == NUM_SAMPLES
 
 
 # --- a trace
