@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import pickle
 import threading
@@ -180,6 +181,20 @@ def usable(source: cs.Source, unit: int) -> tuple[list[tuple[str, Any]], str]:
 
 
 # --- tables and records --------------------------------------------------------------------------
+
+
+def test_a_large_file_of_lines_is_several_units_that_give_each_line_once(tmp_path: Path) -> None:
+    unit, keys = 16 << 20, list[str]()
+    begins = [0, 5_000_000, unit, unit + 40, 2 * unit - 40, 2 * unit - 1, 2 * unit + 40, 3 * unit + 1]
+    with (tmp_path / "a.jsonl").open("wb") as sink:
+        for i, (begin, end) in enumerate(itertools.pairwise([*begins, 3 * unit + 40])):
+            assert sink.tell() == begin
+            keys.append(f"a.jsonl#{begin}")
+            line = json.dumps({"i": i, "t": ""}).encode()
+            sink.write(line[:-2] + b"x" * (end - begin - len(line) - 1) + line[-2:] + b"\n")
+    source = cs.open_source(tmp_path / "a.jsonl", columns=["i"])
+    assert source.num_units == 4
+    assert read(source) == [(key, {"i": i}) for i, key in enumerate(keys)]
 
 
 def test_images_of_hugging_face_stay_bytes_if_they_are_not_to_be_decoded(tmp_path: Path) -> None:
