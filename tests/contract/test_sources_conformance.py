@@ -21,8 +21,12 @@ from tests.support.s3 import S3Server
 MATRIX: Final = [
     (name, place) for name in FORMATS for place in ("disk", "http", *(("s3",) if name in ON_S3 else ()))
 ]
-# Whose protocol is checked on remotes too: streams, ranges and files as a whole.
-ON_REMOTES: Final = ("images", "tar", "npy")
+# Whose protocol is checked: one of each reader, and of streams, ranges and whole files on remotes.
+PROTOCOL: Final = [
+    *((name, "disk") for name in FORMATS if name in ON_S3),
+    *((name, "http") for name in ("images", "tar", "npy")),
+    ("tar", "s3"),
+]
 # Those that workers read on remotes; on the disk they read all.
 FEW: Final = ("images", "tar", "hdf5", "jsonl", "tfrecord", "mds")
 # Those that start processes are made of all formats together.
@@ -89,9 +93,7 @@ def test_a_format_gives_the_samples_that_were_written(name: str, place: str, dat
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [(name, place) for name, place in MATRIX if place == "disk" or name in ON_REMOTES]
-)
+@pytest.mark.parametrize(("name", "place"), PROTOCOL)
 def test_a_source_of_a_format_keeps_the_protocol(name: str, place: str, data: Data) -> None:
     checks = SourceChecks(lambda: data.open(name, place), data.secrets, max_units=4)
     for check in CHECKS:
