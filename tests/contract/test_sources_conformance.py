@@ -141,7 +141,7 @@ def test_a_worker_that_ends_in_mid_pass_and_a_cache_that_lost_half_are_completed
     source, samples = data.all_formats(place)
     expected = sorted((key, repr(sample)) for key, sample in samples.items())
     transform = Gated(str(tmp_path / "gate"), len(samples) // 2)
-    options: Any = {"num_workers": 1, "transform": transform, "shard_size": "16KB"}
+    options: Any = {"num_workers": 1, "transform": transform, "shard_size": "4KB"}
     with cs.Cache(tmp_path / "cache", "100MB", min_free=0) as cache:
         worker = cs.start_worker(cache, source, **options)
         cache.wait(len(samples) // 8, timeout_s=PASS_TIMEOUT_S)
