@@ -137,10 +137,10 @@ def test_labels_are_the_ranks_of_the_folders_that_hold_images(tmp_path: Path) ->
 def test_a_tree_is_listed_up_to_its_first_names_and_then_to_its_end(tmp_path: Path) -> None:
     write(tmp_path, {f"{folder}/{i}.txt": "x" for folder in range(5) for i in range(10)})
     source: Any = cs.open_source(tmp_path, first_names=20)
-    assert source.num_units is None
-    assert source.is_listing
+    assert (source.num_units, source.is_listing) == (None, True)
     source.complete()
-    assert (source.num_units, source.is_listing) == (50, False)
+    assert source.num_units == 50
+    assert not source.is_listing
     assert cs.open_source(tmp_path, first_names=None).num_units == 50
 
 
@@ -365,7 +365,7 @@ def test_calls_overlap_only_if_they_may(kind: str, thread_safe: bool, peak: int)
 
 
 def test_defaults_of_datasets_and_iterables_stand_for_what_is_missing() -> None:
-    rows = [{"a": 1, "tags": ["x"]}, {"a": 2}, {"a": None, "tags": []}]
+    rows: list[dict[str, Any]] = [{"a": 1, "tags": ["x"]}, {"a": 2}, {"a": None, "tags": []}]
     expected = [{"a": 1, "tags": '["x"]'}, {"a": 2, "tags": "[]"}, {"a": 0, "tags": "[]"}]
     fields = {"a": 0, "tags": "[]"}
 
