@@ -144,7 +144,7 @@ def arrays_in_files(folder: Path) -> Samples:
 def archives_of_numpy(folder: Path) -> Samples:
     samples: Samples = []
     for i in range(3):
-        fields = {"x": np.full((2, i + 1), i, np.float32), "y": np.int16(i)}
+        fields: dict[str, Any] = {"x": np.full((2, i + 1), i, np.float32), "y": np.int16(i)}
         (np.savez if i % 2 else np.savez_compressed)(folder / f"{i}.npz", **fields)
         samples.append((f"{i}.npz", fields))
     return samples

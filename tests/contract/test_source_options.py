@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import pickle
 import threading
@@ -136,10 +137,10 @@ def test_labels_are_the_ranks_of_the_folders_that_hold_images(tmp_path: Path) ->
 def test_a_tree_is_listed_up_to_its_first_names_and_then_to_its_end(tmp_path: Path) -> None:
     write(tmp_path, {f"{folder}/{i}.txt": "x" for folder in range(5) for i in range(10)})
     source: Any = cs.open_source(tmp_path, first_names=20)
-    assert source.num_units is None
-    assert source.is_listing
+    assert (source.num_units, source.is_listing) == (None, True)
     source.complete()
-    assert (source.num_units, source.is_listing) == (50, False)
+    assert source.num_units == 50
+    assert not source.is_listing
     assert cs.open_source(tmp_path, first_names=None).num_units == 50
 
 
@@ -180,6 +181,20 @@ def usable(source: cs.Source, unit: int) -> tuple[list[tuple[str, Any]], str]:
 
 
 # --- tables and records --------------------------------------------------------------------------
+
+
+def test_a_large_file_of_lines_is_several_units_that_give_each_line_once(tmp_path: Path) -> None:
+    unit, keys = 16 << 20, list[str]()
+    begins = [0, 5_000_000, unit, unit + 40, 2 * unit - 40, 2 * unit - 1, 2 * unit + 40, 3 * unit + 1]
+    with (tmp_path / "a.jsonl").open("wb") as sink:
+        for i, (begin, end) in enumerate(itertools.pairwise([*begins, 3 * unit + 40])):
+            assert sink.tell() == begin
+            keys.append(f"a.jsonl#{begin}")
+            line = json.dumps({"i": i, "t": ""}).encode()
+            sink.write(line[:-2] + b"x" * (end - begin - len(line) - 1) + line[-2:] + b"\n")
+    source = cs.open_source(tmp_path / "a.jsonl", columns=["i"])
+    assert source.num_units == 4
+    assert read(source) == [(key, {"i": i}) for i, key in enumerate(keys)]
 
 
 def test_images_of_hugging_face_stay_bytes_if_they_are_not_to_be_decoded(tmp_path: Path) -> None:
@@ -350,7 +365,7 @@ def test_calls_overlap_only_if_they_may(kind: str, thread_safe: bool, peak: int)
 
 
 def test_defaults_of_datasets_and_iterables_stand_for_what_is_missing() -> None:
-    rows = [{"a": 1, "tags": ["x"]}, {"a": 2}, {"a": None, "tags": []}]
+    rows: list[dict[str, Any]] = [{"a": 1, "tags": ["x"]}, {"a": 2}, {"a": None, "tags": []}]
     expected = [{"a": 1, "tags": '["x"]'}, {"a": 2, "tags": "[]"}, {"a": 0, "tags": "[]"}]
     fields = {"a": 0, "tags": "[]"}
 
