@@ -32,9 +32,10 @@ ROOT: Final = Path(__file__).parents[2]
 ONE_TEST_S: Final = 400  # longer than the deadlines of the tests themselves
 ALL_S: Final = 1800
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*?\])?(?: - (.*))?$", re.MULTILINE)
-# Errors by which a test says what it saw: `(one,) = found` is an assertion, too, and so is the deadline of a command.
+# Errors by which a test says what it saw: `(one,) = found` is an assertion, too, and so are the
+# deadline of a command, and a parser of what it prints.
 _SEEN: Final = re.compile(
-    r"assert |AssertionError|Failed: (?!Timeout)|cachestream\.errors\.|ExceptionGroup: Hypothesis|ValueError: .* to unpack|subprocess\.TimeoutExpired"
+    r"assert |AssertionError|Failed: (?!Timeout)|cachestream\.errors\.|ExceptionGroup: Hypothesis|ValueError: .* to unpack|json\.decoder\.JSONDecodeError|subprocess\.TimeoutExpired"
 )
 # Only the plugins that the tests need: others take seconds to load, once for each fault.
 _OPTIONS: Final = (
