@@ -31,7 +31,7 @@ __all__ = ["Outcome", "find", "run_tests"]
 ROOT: Final = Path(__file__).parents[2]
 ONE_TEST_S: Final = 400  # longer than the deadlines of the tests themselves
 ALL_S: Final = 1800
-_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*?\])?(?: - (.*))?$", re.MULTILINE)
+_FAILED: Final = re.compile(r"^(FAILED|ERROR) (\S+?)(?:\[.*?\])?(?: - (.*))?$", re.MULTILINE)
 # Errors by which a test says what it saw: `(one,) = found` is an assertion, too, and so are the
 # deadline of a command, and a parser of what it prints.
 _SEEN: Final = re.compile(
@@ -94,8 +94,9 @@ def find(fault: Fault, tests: Sequence[str]) -> Outcome:
         copy_with(ROOT, Path(folder), fault)
         done = run_tests(Path(folder), tests)
         _end_left_behind(folder)
-    failed = _FAILED.search(done.stdout) if done.returncode == pytest.ExitCode.TESTS_FAILED else None
-    test, error = ("", "") if failed is None else failed.groups("")
+    told = _FAILED.findall(done.stdout) if done.returncode == pytest.ExitCode.TESTS_FAILED else []
+    # What a test that fails has left open is an ERROR, too, and says less.
+    _, test, error = max(told, default=("", "", ""))
     return Outcome(test, error, time.monotonic() - began_s, done.stdout[-5000:] + done.stderr[-1000:])
 
 
