@@ -103,3 +103,14 @@ def test_each_epoch_is_drawn_from_what_is_cached_when_it_is_prepared(tmp_path: P
         sizes += [sum(len(batch["x"]) for batch in loader) for _ in range(3)]
     assert sizes[-1] == 40
     assert sizes == sorted(sizes)
+
+
+def test_an_epoch_has_what_a_worker_has_brought_that_came_and_went_since_the_last(cache: cs.Cache) -> None:
+    cache.evict(to=cache.size_bytes // 2)
+    few = cache.num_samples
+    with cs.EpochLoader(cache, 1) as loader:
+        assert sum(len(batch["x"]) for batch in loader) == few < NUM_SAMPLES
+        with cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1) as worker:
+            worker.wait(timeout_s=120)
+        sizes = [sum(len(batch["x"]) for batch in loader) for _ in range(2)]  # the next one may be prepared
+    assert sizes[-1] == NUM_SAMPLES
