@@ -278,7 +278,7 @@ FAULTS: Final = (
           expression("Plan.spans", "rank * shares"), becomes("0 * shares"),
           "test_p08_ranks.py::test_ranks_share_each_epoch_of_one_cache_in_equal_steps"),
     Fault("all ranks make the same steps",
-          call("Preparer._agree", "min", "batches", "answers"), becomes("plan.num_batches"),
+          call("Preparer._agree", "agree", "mine"), becomes("[mine for _ in {}]"),
           "test_p08_ranks.py::test_ranks_with_unequal_caches_make_as_many_steps_as_the_smaller_one_has"),
     Fault("every epoch has another order",
           call("Drawing._key", "mix_key"), argument(1, "0"),
