@@ -30,7 +30,9 @@ def test_an_array_keeps_its_values_in_any_byte_order_and_in_rows_or_columns(
 
 def test_the_last_window_of_a_grid_ends_with_the_array(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100))
-    source = cs.open_source(f"{tmp_path}/a.npy", window=10, stride=40, windows="grid")
+    source: Any = cs.open_source(f"{tmp_path}/a.npy", window=10, stride=40, windows="grid")
     rng = np.random.default_rng(0)
-    firsts = [int(sample["array"][0]) for unit in range(source.num_units) for _, sample in source.read(unit, rng)]
+    firsts = [
+        int(sample["array"][0]) for unit in range(source.num_units) for _, sample in source.read(unit, rng)
+    ]
     assert sorted(firsts) == [0, 40, 80, 90]

@@ -65,7 +65,7 @@ def test_a_dataset_is_map_style_and_its_samples_are_those_of_the_source(cache: c
 def test_samples_that_are_changed_before_they_are_collated_stay_changed(cache: cs.Cache) -> None:
     with cache.snapshot() as dataset:
         for collate in (cs.collate, torch.utils.data.default_collate):
-            samples = dataset.__getitems__([3, 1, 2])  # as a DataLoader does
+            samples: Any = dataset.__getitems__([3, 1, 2])  # as a DataLoader does
             expected = [-1, *dataset[[1, 2]]["number"].tolist()]
             samples[0]["number"] = torch.tensor(-1)
             assert collate(samples)["number"].tolist() == expected
