@@ -62,6 +62,15 @@ def test_a_dataset_is_map_style_and_its_samples_are_those_of_the_source(cache: c
             assert sorted(n for batch in loader for n in batch["number"].tolist()) == list(range(NUM_SAMPLES))
 
 
+def test_samples_that_are_changed_before_they_are_collated_stay_changed(cache: cs.Cache) -> None:
+    with cache.snapshot() as dataset:
+        for collate in (cs.collate, torch.utils.data.default_collate):
+            samples: Any = dataset.__getitems__([3, 1, 2])  # as a DataLoader does
+            expected = [-1, *dataset[[1, 2]]["number"].tolist()]
+            samples[0]["number"] = torch.tensor(-1)
+            assert collate(samples)["number"].tolist() == expected
+
+
 def test_a_snapshot_stays_as_it_is_while_the_cache_changes(cache: cs.Cache) -> None:
     with cache.snapshot() as dataset:
         before = dataset[:]["x"]
@@ -72,7 +81,9 @@ def test_a_snapshot_stays_as_it_is_while_the_cache_changes(cache: cs.Cache) -> N
         assert torch.equal(dataset[:]["x"], before)
 
 
-@pytest.mark.parametrize(("batch_size", "drop_last"), [(1, True), (7, True), (7, False), (300, True)])
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"), [(1, True), (7, True), (7, False), (299, False), (300, True)]
+)
 def test_a_loader_has_as_many_batches_as_it_says(cache: cs.Cache, batch_size: int, drop_last: bool) -> None:
     with cs.EpochLoader(cache, batch_size, drop_last=drop_last) as loader:
         for _ in range(2):
@@ -92,3 +103,14 @@ def test_each_epoch_is_drawn_from_what_is_cached_when_it_is_prepared(tmp_path: P
         sizes += [sum(len(batch["x"]) for batch in loader) for _ in range(3)]
     assert sizes[-1] == 40
     assert sizes == sorted(sizes)
+
+
+def test_an_epoch_has_what_a_worker_has_brought_that_came_and_went_since_the_last(cache: cs.Cache) -> None:
+    cache.evict(to=cache.size_bytes // 2)
+    few = cache.num_samples
+    with cs.EpochLoader(cache, 1) as loader:
+        assert sum(len(batch["x"]) for batch in loader) == few < NUM_SAMPLES
+        with cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1) as worker:
+            worker.wait(timeout_s=120)
+        sizes = [sum(len(batch["x"]) for batch in loader) for _ in range(2)]  # the next one may be prepared
+    assert sizes[-1] == NUM_SAMPLES

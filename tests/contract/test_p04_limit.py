@@ -104,6 +104,13 @@ def test_min_free_of_the_disk_stays_free(tmp_path: Path) -> None:
             cache.wait(1, timeout_s=0.1)
 
 
+def test_a_limit_that_one_process_changes_is_that_of_all(cache: cs.Cache) -> None:
+    with cs.Cache(cache.path) as other:
+        assert (other.size_limit, other.min_free) == (4_000_000, 0)
+        cache.size_limit, cache.min_free = "5MB", "1MB"
+        assert (other.size_limit, other.min_free) == (5_000_000, 1_000_000)
+
+
 def test_a_limit_below_one_shard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(cs.ConfigError, match=r"size_limit.* too small"):
         cs.Cache(tmp_path / "c", "10KB", min_free=0)

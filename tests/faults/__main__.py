@@ -31,10 +31,11 @@ __all__ = ["Outcome", "find", "run_tests"]
 ROOT: Final = Path(__file__).parents[2]
 ONE_TEST_S: Final = 400  # longer than the deadlines of the tests themselves
 ALL_S: Final = 1800
-_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*?\])?(?: - (.*))?$", re.MULTILINE)
-# Errors by which a test says what it saw: `(one,) = found` is an assertion, too, and so is the deadline of a command.
+_FAILED: Final = re.compile(r"^(FAILED|ERROR) (\S+?)(?:\[.*?\])?(?: - (.*))?$", re.MULTILINE)
+# Errors by which a test says what it saw: `(one,) = found` is an assertion, too, and so are the
+# deadline of a command, and a parser of what it prints.
 _SEEN: Final = re.compile(
-    r"assert |AssertionError|Failed: (?!Timeout)|cachestream\.errors\.|ExceptionGroup: Hypothesis|ValueError: .* to unpack|subprocess\.TimeoutExpired"
+    r"assert |AssertionError|Failed: (?!Timeout)|cachestream\.errors\.|ExceptionGroup: Hypothesis|ValueError: .* to unpack|json\.decoder\.JSONDecodeError|subprocess\.TimeoutExpired"
 )
 # Only the plugins that the tests need: others take seconds to load, once for each fault.
 _OPTIONS: Final = (
@@ -93,8 +94,9 @@ def find(fault: Fault, tests: Sequence[str]) -> Outcome:
         copy_with(ROOT, Path(folder), fault)
         done = run_tests(Path(folder), tests)
         _end_left_behind(folder)
-    failed = _FAILED.search(done.stdout) if done.returncode == pytest.ExitCode.TESTS_FAILED else None
-    test, error = ("", "") if failed is None else failed.groups("")
+    told = _FAILED.findall(done.stdout) if done.returncode == pytest.ExitCode.TESTS_FAILED else []
+    # What a test that fails has left open is an ERROR, too, and says less.
+    _, test, error = max(told, default=("", "", ""))
     return Outcome(test, error, time.monotonic() - began_s, done.stdout[-5000:] + done.stderr[-1000:])
 
 
