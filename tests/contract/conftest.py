@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,11 @@ def numbers_in(shard: Path) -> list[int]:
     """The numbers of the `numbered` samples in a shard, read with the library of its format."""
     with safe_open(shard, "np") as file:
         return list(map(int, file.get_tensor("number")))
+
+
+def shown(value: object) -> str:
+    """The name of a parameter, the same in every process: without the addresses of functions."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, default_collate
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS, various
+from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS, shown, various
 
 EVERY: Final = list(range(NUM_SAMPLES))
 
@@ -66,7 +66,7 @@ def test_splits_are_disjoint_and_complete(cache: cs.Cache) -> None:
         ({"where": lambda columns: columns["y"] > 1}, "no field 'y'"),
         ({"columns": ["y"]}, "columns= names 'y'"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_what_cannot_be_selected_is_refused(options: dict[str, Any], words: str, kinds: cs.Cache) -> None:
     with pytest.raises(cs.ConfigError, match=words):
@@ -107,7 +107,7 @@ def test_a_sample_is_what_was_stored(kinds: cs.Cache) -> None:
         *(slice(2, 80, 7), slice(-3, None), slice(None), slice(5, 5)),
         *([9, 0, 0], range(4), (5, -1), np.array([3], np.uint8), torch.tensor([7, 2]), []),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_a_slice_or_a_sequence_of_indices_is_a_batch(index: Any, kinds: cs.Cache) -> None:
     with kinds.snapshot() as dataset:
@@ -120,7 +120,7 @@ def test_a_slice_or_a_sequence_of_indices_is_a_batch(index: Any, kinds: cs.Cache
         assert batch["text"] == [f"no. {n}" for n in expected]
 
 
-@pytest.mark.parametrize("index", [NUM_VARIOUS, -NUM_VARIOUS - 1, 2**64 - 1, [0, NUM_VARIOUS]], ids=repr)
+@pytest.mark.parametrize("index", [NUM_VARIOUS, -NUM_VARIOUS - 1, 2**64 - 1, [0, NUM_VARIOUS]], ids=shown)
 def test_an_index_past_either_end_is_an_index_error(index: Any, kinds: cs.Cache) -> None:
     with kinds.snapshot() as dataset:
         assert torch.equal(dataset[-1]["x"], dataset[np.int64(NUM_VARIOUS - 1)]["x"])
@@ -130,7 +130,7 @@ def test_an_index_past_either_end_is_an_index_error(index: Any, kinds: cs.Cache)
 
 
 @pytest.mark.parametrize(
-    "index", [1.0, [1.5], [True, False], "x", [[1, 2], [3, 4]], [[1, 2], [3]], None], ids=repr
+    "index", [1.0, [1.5], [True, False], "x", [[1, 2], [3, 4]], [[1, 2], [3]], None], ids=shown
 )
 def test_what_is_no_index_is_a_type_error(index: Any, kinds: cs.Cache) -> None:
     with kinds.snapshot() as dataset, pytest.raises(TypeError, match="integer"):

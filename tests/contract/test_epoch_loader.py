@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS, various
+from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS, shown, various
 
 EVERY: Final = list(range(NUM_SAMPLES))
 
@@ -56,7 +56,7 @@ def test_an_epoch_size_below_what_is_cached_takes_the_least_used_and_one_above_g
     assert set(Counter(long).values()) == {2, 3}
 
 
-@pytest.mark.parametrize("options", [{}, {"epoch_size": 95}, {"sampler": range(95)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"epoch_size": 95}, {"sampler": range(95)}], ids=shown)
 def test_drop_last_leaves_out_the_batch_that_is_not_whole(options: dict[str, Any], cache: cs.Cache) -> None:
     size = 95 if options else NUM_SAMPLES
     with cs.EpochLoader(cache, 20 if options else 40, **options) as loader:
@@ -355,7 +355,7 @@ REFUSED: Final[list[tuple[dict[str, Any], str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: shown(value)[:40])
 def test_an_argument_that_cannot_work_is_refused_with_advice(
     options: dict[str, Any], words: str, kinds: cs.Cache
 ) -> None:
@@ -378,7 +378,7 @@ def test_an_argument_that_cannot_work_is_refused_with_advice(
         ({"ragged": {"number": "padded"}}, "'number', a number"),
         ({"mixture": {"a": 1, "b": 1}}, "cs.mix"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: shown(value)[:30],
 )
 def test_what_does_not_fit_the_samples_is_refused_when_an_epoch_is_prepared(
     options: dict[str, Any], words: str, kinds: cs.Cache

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, numbered
+from tests.contract.conftest import NUM_SAMPLES, numbered, shown
 from tests.contract.formats import read
 
 BLOCK: Final = 7
@@ -105,7 +105,7 @@ def test_the_fingerprint_of_a_mix_names_its_sources_weights_and_names() -> None:
         ({"1": (rows("d", 2), 1)}, "names are a letter and up to 31"),
         ([(7, 1)], r"open_source\(\) cannot read int"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_a_mix_that_cannot_work_is_refused(sources: Any, words: str) -> None:
     with pytest.raises(cs.ConfigError, match=words):
@@ -209,7 +209,7 @@ def test_a_document_without_tokens_of_the_right_kind_is_counted_and_the_others_c
         ({"block_size": 8, "tokenizer": "gone.json"}, "no usable tokenizer.json"),
         ({"block_size": 8, "tokenizer": 3}, "tokenizer=3"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_a_packing_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(cs.ConfigError, match=words):

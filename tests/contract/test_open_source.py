@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 import cachestream as cs
+from tests.contract.conftest import shown
 from tests.contract.formats import read
 from tests.contract.small_files import hdf5, png, records, saved_zarr, stream_of, tar_of, write
 from tests.sources.peers.samples import FOLDER as PEERS
@@ -173,7 +174,7 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(what: Any, words: str) ->
         (lambda: 1, {}, r"fn\(rng\)"),
         ("pipe:curl -H secret https://host/a.tar", {}, "'pipe:' URLs name a command, and none is run"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_options_that_do_not_belong_or_cannot_work_are_refused_with_the_remedy(
     what: Any, options: dict[str, Any], words: str, tmp_path: Path

@@ -21,7 +21,7 @@ import torch
 from safetensors.numpy import load_file
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS, various
+from tests.contract.conftest import NUM_SAMPLES, NUM_VARIOUS, shown, various
 
 # Batches of a megabyte and more out of a small cache: its samples come again and again.
 ROWS: Final = 10_000  # of 4 KiB: 40 MB, above what malloc takes from its heap
@@ -46,7 +46,7 @@ def check(batch: Any) -> None:
     assert torch.equal(batch["x"], batch["number"][:, None].float().expand(-1, batch["x"].shape[1]))
 
 
-@pytest.mark.parametrize("options", [{}, {"with_keys": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"with_keys": True}], ids=shown)
 def test_fields_of_one_shape_are_tensors_and_others_lists_all_exact(
     kinds: cs.Cache, options: dict[str, Any]
 ) -> None:

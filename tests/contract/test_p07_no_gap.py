@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES
+from tests.contract.conftest import NUM_SAMPLES, shown
 from tests.contract.loader_acts import write_remote
 
 PATIENCE_S: Final = 120.0
@@ -78,7 +78,7 @@ def out_of_reach(path: Path) -> Iterator[None]:
         {"epoch_size": 2 * NUM_SAMPLES},
         {"device": "cpu", "prefetch": 1},
     ],
-    ids=str,
+    ids=shown,
 )
 def test_the_next_epoch_begins_though_nothing_can_be_read_since_the_last_batch_of_this_one(
     options: dict[str, Any], new_path: Callable[[], Path]

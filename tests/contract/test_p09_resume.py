@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES
+from tests.contract.conftest import NUM_SAMPLES, shown
 from tests.contract.loader_acts import PATIENCE_S, Ranks
 
 BATCH: Final = 10
@@ -46,7 +46,7 @@ def rest(cache: cs.Cache, state: dict[str, Any], batch_size: int = BATCH, **opti
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"weights": True}, {"sampler": lambda data: range(len(data))}], ids=str
+    "options", [{}, {"weights": True}, {"sampler": lambda data: range(len(data))}], ids=shown
 )
 def test_a_state_is_plain_values_that_json_and_torch_hold(cache: cs.Cache, options: dict[str, Any]) -> None:
     with cs.EpochLoader(cache, BATCH, **options) as loader:
@@ -197,7 +197,9 @@ def record(cache: cs.Cache, folder: Path, epochs: int = 2, **options: Any) -> li
         return [[batch["number"].tolist() for batch in loader] for _ in range(epochs)]
 
 
-@pytest.mark.parametrize("options", [{}, {"epoch_size": 75, "drop_last": False}, {"where": is_even}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"epoch_size": 75, "drop_last": False}, {"where": is_even}], ids=shown
+)
 def test_recorded_epochs_come_again_batch_by_batch(
     options: dict[str, Any], cache: cs.Cache, tmp_path: Path
 ) -> None:
