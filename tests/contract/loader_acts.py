@@ -233,4 +233,6 @@ class Ranks:
             except BrokenPipeError:
                 pass
             process.join(30)
+            if process.exitcode is not None:
+                process.close()  # and with it the pipes to the server that forked it
             pipe.close()

@@ -64,6 +64,8 @@ def test_drop_last_leaves_out_the_batch_that_is_not_whole(options: dict[str, Any
     with cs.EpochLoader(cache, 40, drop_last=False, **options) as loader:
         sizes = [len(batch["x"]) for batch in loader]
         assert sizes == [40] * (size // 40) + [size % 40]
+    with cs.EpochLoader(cache, size - 1, drop_last=False, **options) as loader:
+        assert [len(batch["x"]) for batch in loader] == [size - 1, 1]
 
 
 def test_min_samples_is_waited_for(cache: cs.Cache) -> None:

@@ -260,8 +260,9 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(
 
 
 @pytest.fixture
-def mortal() -> Iterator[Ranks]:
-    """Two ranks that a test may kill."""
+def mortal(two_ranks: Ranks) -> Iterator[Ranks]:
+    """Two ranks that a test may kill; the others have started the server that forks them, which stays."""
+    del two_ranks
     ranks = Ranks(2)
     yield ranks
     ranks.kill()
