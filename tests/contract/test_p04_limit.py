@@ -104,6 +104,19 @@ def test_min_free_of_the_disk_stays_free(tmp_path: Path) -> None:
             cache.wait(1, timeout_s=0.1)
 
 
+def test_a_worker_that_is_to_stop_at_the_limit_ends_there(tmp_path: Path) -> None:
+    with (
+        cs.Cache(tmp_path / "c", 1_200_000, min_free=0) as cache,
+        cs.start_worker(cache, endless, num_workers=1, shard_size="100KB", when_full="stop") as worker,
+    ):
+        deadline_s = time.monotonic() + 60
+        while worker.is_alive():
+            assert time.monotonic() < deadline_s, worker.status()
+            time.sleep(0.02)
+        assert 0 < cache.size_bytes <= 1_200_000
+        assert (cache.status().fill_state, cache.status().evicted_shards) == ("full", 0)
+
+
 def test_a_limit_that_one_process_changes_is_that_of_all(cache: cs.Cache) -> None:
     with cs.Cache(cache.path) as other:
         assert (other.size_limit, other.min_free) == (4_000_000, 0)

@@ -180,7 +180,7 @@ FAULTS: Final = (
           "test_start_worker.py::test_a_full_cache_is_left_as_it_is_and_filled_on_when_its_limit_is_raised"),
     Fault("a worker that is to stop when the cache is full ends",
           compare("Supervisor._should_end", "when_full"), becomes("False"),
-          "test_commands_that_fill.py::test_a_cache_that_is_full_stops_the_worker_if_it_is_told_to"),
+          "test_p04_limit.py::test_a_worker_that_is_to_stop_at_the_limit_ends_there"),
     Fault("shard_size is the size of shards",
           statement("WorkerOptions._shard_bytes", "shard_bytes", "parse_size", "shard_size"),
           becomes("shard_bytes = min(parse_size(DEFAULT_SHARD), usable)"),
