@@ -98,17 +98,21 @@ def rebuild_catalogue(
 
 
 def _set_aside(directory: Directory, limit_bytes: int) -> None:
-    """Move a damaged catalogue away, or remove it if the cache is too full to keep it."""
+    """Give a damaged catalogue another name too, unless the cache is too full to keep it.
+
+    It stays in its place until the new one takes that: whoever reads meanwhile finds a damaged file, and not none.
+    """
     aside = os.path.join(directory.root, "catalogue.damaged")
     with translated_disk_errors(directory.catalogue, "putting it aside"):
         if os.path.lexists(directory.catalogue):
             remove_if_there(aside)
             # A journal may become as large as the catalogue.
             used_bytes = overhead_bytes(directory) + size_of_file(directory.catalogue)
-            if used_bytes + bytes_below(directory.shards) <= limit_bytes:
-                move(directory.catalogue, aside)
-            else:
-                remove(directory.catalogue)
+            fits = used_bytes + bytes_below(directory.shards) <= limit_bytes
+            if kind_of(directory.catalogue) is not None:
+                (move(directory.catalogue, aside) if fits else remove(directory.catalogue))
+            elif fits:
+                os.link(directory.catalogue, aside, follow_symlinks=False)
         remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
 
 

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 from torch.utils.data import RandomSampler
 
 import cachestream as cs
@@ -119,26 +117,6 @@ def take(loader: cs.EpochLoader, count: int) -> list[Any]:
     """The first batches of an epoch, which is not asked for another one."""
     batches = iter(loader)
     return [next(batches) for _ in range(count)]
-
-
-def test_an_epoch_without_a_transform_begins_though_the_catalogue_is_locked(
-    new_path: Callable[[], Path],
-) -> None:
-    path, pause = new_path(), threading.Event()
-    with cs.Cache(path) as cache, cs.EpochLoader(cache, BATCH) as loader:
-        batches = iter(loader)
-        seen = [next(batches)]
-        prepared_s = loader.stats.prepare_s
-        seen += [next(batches) for _ in range(len(loader) - 1)]
-        deadline = time.monotonic() + PATIENCE_S
-        while loader.stats.prepare_s == prepared_s:  # of the first epoch
-            assert time.monotonic() < deadline
-            pause.wait(0.01)
-        with locked(path):
-            assert next(batches, None) is None
-            seen += take(loader, len(loader))
-    numbers = torch.cat([batch["number"] for batch in seen])
-    assert torch.equal(numbers.sort().values, torch.arange(NUM_SAMPLES).repeat_interleave(2))
 
 
 def test_the_next_snapshot_is_that_of_before_the_last_batch_and_the_one_after_has_what_came_since(
