@@ -200,6 +200,7 @@ def test_answers_of_web_servers_are_retried_skipped_or_final(
     assert type(caught.value) is reaction
 
 
+@pytest.mark.e2e
 def test_what_was_refused_once_is_asked_for_again_when_a_worker_goes_on_with_the_pass(tmp_path: Path) -> None:
     asked: list[str] = []
     is_refused = [True]

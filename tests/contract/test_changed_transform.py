@@ -127,6 +127,7 @@ def test_each_start_tells_the_samples_of_another_transform_and_going_back_tells_
     assert warned() == []
 
 
+@pytest.mark.e2e
 def test_the_shards_tell_it_after_the_catalogue_was_lost(cache: cs.Cache, warned: Warned) -> None:
     fill(cache, closure(1))
     cache.close()
@@ -209,6 +210,7 @@ def test_a_global_that_it_uses_is_told_and_others_are_not(
     assert warned()
 
 
+@pytest.mark.e2e
 def test_an_unchanged_transform_is_not_told_in_this_process_and_in_others(
     attach: Callable[[Any], None], warned: Warned, cache: cs.Cache
 ) -> None:

@@ -80,6 +80,7 @@ def test_status_fits_into_any_width(width: int, path: Path) -> None:
     assert max(map(len, lines)) <= width
 
 
+@pytest.mark.e2e
 def test_watching_writes_lines_of_json_until_ctrl_c_or_its_reader_goes(path: Path) -> None:
     with (
         program("status", path, "--watch", "--json", "--interval", 0.1) as stopped,
@@ -98,6 +99,7 @@ def test_watching_writes_lines_of_json_until_ctrl_c_or_its_reader_goes(path: Pat
         assert left.stderr.read() == ""
 
 
+@pytest.mark.e2e
 def test_watching_on_a_terminal_draws_what_changes(path: Path) -> None:
     terminal, end = pty.openpty()
     drawn = b""
@@ -328,6 +330,7 @@ def test_wrong_use_is_one_clear_message_and_changes_nothing(
         assert (cache.num_samples, cache.size_limit) == (NUM_SAMPLES, 4_000_000)
 
 
+@pytest.mark.e2e
 def test_outputs_may_be_closed_and_a_full_disk_under_them_is_one_line(filled: Path) -> None:
     command = f"{sys.executable} -m cachestream status {filled} --json"
     script = f"{command} >&-; echo $?; {command} 2>&- <&- | head -c 1; {command} >/dev/full; echo $?"

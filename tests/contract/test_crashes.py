@@ -35,7 +35,7 @@ WAYS: Final = {
     "broken": (errno.EIO, True),
 }
 SEED: Final = os.environ.get("CRASH_SEED", time.strftime("%Y%m%d"))
-A_FEW: Final = 2
+A_FEW: Final = 1
 
 pytestmark = [
     pytest.mark.skipif(

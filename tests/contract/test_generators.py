@@ -147,6 +147,7 @@ def test_closing_a_loader_whose_sampler_waits_for_the_trainer_does_not_wait(cach
     assert cache.status().leases == 0
 
 
+@pytest.mark.e2e
 def test_the_threads_of_batch_transforms_leave_torchs_number_of_threads_alone(
     cache: cs.Cache, tmp_path: Path
 ) -> None:

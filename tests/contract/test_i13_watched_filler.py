@@ -53,6 +53,7 @@ def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it_while_it_f
     assert cache.status().failures == ()
 
 
+@pytest.mark.e2e
 def test_a_supervisor_that_nobody_can_replace_is_told_to_who_looks_trains_or_waits_and_the_next_goes_on(
     cache: cs.Cache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

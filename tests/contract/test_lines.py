@@ -90,7 +90,10 @@ def test_a_packed_archive_whose_end_mark_is_whole_gives_all_of_its_samples(
     assert (len(samples), lost) == (2, 0)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "jsonl.gz"])
+@pytest.mark.parametrize(
+    "kind",
+    ["jsonl", pytest.param("csv", marks=pytest.mark.e2e), pytest.param("jsonl.gz", marks=pytest.mark.e2e)],
+)
 def test_a_file_that_is_cut_while_it_is_read_counts_what_is_gone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     numbers = RNG.integers(1 << 60, size=200_000)

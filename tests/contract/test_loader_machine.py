@@ -297,7 +297,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Training]
 @pytest.mark.filterwarnings("ignore:.* are not cached any more since its state was saved")
 def test_any_training_gets_the_samples_of_its_epochs_in_order_and_once(machine: type[Training]) -> None:
     examples = (
-        int(os.environ.get("TRAININGS", "0")) or settings().max_examples // 3
+        int(os.environ.get("TRAININGS", "0")) or settings().max_examples // 4
     )  # an example is a training
     few = settings(
         max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)

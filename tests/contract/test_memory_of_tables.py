@@ -63,7 +63,13 @@ def outcome(tmp_path: Path, what: str, ending: str = "parquet") -> tuple[int, in
     return num_rows, lost, reason, mib
 
 
-@pytest.mark.parametrize("what", ["in a dictionary", "nested", "in a list", "among many"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "in a dictionary",
+        *(pytest.param(what, marks=pytest.mark.e2e) for what in ("nested", "in a list", "among many")),
+    ],
+)
 def test_a_value_above_the_bound_is_refused_before_it_takes_memory(tmp_path: Path, what: str) -> None:
     num_rows, lost, reason, mib = outcome(tmp_path, what)
     assert "more than 20 MB in one object; raise max_object_size=" in reason
@@ -71,6 +77,7 @@ def test_a_value_above_the_bound_is_refused_before_it_takes_memory(tmp_path: Pat
     assert mib < 500
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("what", "ending"), [("repeated", "parquet"), ("categories", "arrow")])
 def test_a_value_that_a_dictionary_repeats_is_written_out_for_a_few_rows_at_a_time(
     tmp_path: Path, what: str, ending: str

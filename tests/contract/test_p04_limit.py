@@ -41,7 +41,13 @@ class Watch:
         self._thread.join()
 
 
-@pytest.mark.parametrize("eviction", ["lru", "fifo", "least-fresh", "least-weight"])
+@pytest.mark.parametrize(
+    "eviction",
+    [
+        "lru",
+        *(pytest.param(policy, marks=pytest.mark.e2e) for policy in ("fifo", "least-fresh", "least-weight")),
+    ],
+)
 def test_a_cache_that_is_filled_and_trained_on_stays_below_its_limit(tmp_path: Path, eviction: str) -> None:
     limit = 2_000_000
     with (

@@ -352,6 +352,7 @@ def read_page(*paths: Path) -> tuple[list[str], str]:
     return [html.unescape(re.sub("<[^>]+>", " ", by_path[path])) for path in paths], metrics
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("situation", "verdict"),
     [
@@ -373,6 +374,7 @@ def test_the_live_page_says_in_one_sentence_what_holds_the_training_up(
     assert re.search(verdict, situations.said[situation])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("stage", ["remote", "transform"])
 def test_status_says_where_the_time_of_the_sampling_processes_goes(
     stage: str, situations: Situations
@@ -385,6 +387,7 @@ def test_status_says_where_the_time_of_the_sampling_processes_goes(
     assert spent[stage] == max(spent.values()) > 0.2
 
 
+@pytest.mark.e2e
 def test_the_metrics_of_workers_and_loaders_are_those_of_the_guide_and_of_the_grafana_board(
     situations: Situations,
 ) -> None:

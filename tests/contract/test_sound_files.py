@@ -157,7 +157,7 @@ def bucket(tmp_path: Path, _threads_of_zarr: None) -> Iterator[tuple[type[Denyin
 
 
 @pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dense", [True, pytest.param(False, marks=pytest.mark.e2e)])
 def test_a_zarr_array_is_read_where_absent_objects_are_denied(
     bucket: Any, version: int, dense: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,6 +182,7 @@ def test_a_zarr_array_whose_metadata_are_denied_is_refused(bucket: Any, tmp_path
         cs.open_source("s3://bucket/a.zarr", window=20, windows="grid", storage_options=bucket[1])
 
 
+@pytest.mark.e2e
 def test_a_window_of_a_zarr_array_is_lost_if_access_ends_while_it_is_read(
     bucket: Any, tmp_path: Path
 ) -> None:

@@ -197,6 +197,7 @@ print(batch["x"].unique().tolist(), flush=True)
 """
 
 
+@pytest.mark.e2e
 def test_a_script_needs_no_guard_and_its_functions_may_be_lambdas_and_it_ends_without_close(
     tmp_path: Path,
 ) -> None:

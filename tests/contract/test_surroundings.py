@@ -49,7 +49,7 @@ def run(folder: Path, working: Path, **environment: str) -> subprocess.Completed
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", [pytest.param("", marks=pytest.mark.e2e), "1"])
 def test_modules_that_print_do_not_disturb_the_answer_of_the_worker(tmp_path: Path, unbuffered: str) -> None:
     done = run(tmp_path, tmp_path, PYTHONUNBUFFERED=unbuffered)
     assert "cached [2, 3]" in done.stdout, done.stderr
@@ -66,6 +66,7 @@ def test_a_module_in_the_working_directory_does_not_take_the_place_of_a_standard
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.e2e
 def test_a_module_beside_the_script_that_the_program_did_not_get_is_not_given_to_the_worker(
     tmp_path: Path,
 ) -> None:

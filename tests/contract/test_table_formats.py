@@ -71,6 +71,7 @@ def test_a_table_on_disk_is_refused_by_its_name_however_its_files_are_reached(
         assert "format=" not in said, "no advice that brings deleted rows back"
 
 
+@pytest.mark.e2e
 @formats
 def test_a_table_on_s3_is_refused_by_its_name_from_its_root_and_from_a_pattern_below(
     s3_server: S3Server, name: str
