@@ -178,12 +178,6 @@ def test_the_reason_of_a_failure_stands_at_the_top() -> None:
     assert "the disk is gone" in lines[1]
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_the_view_fits_any_width(width: int) -> None:
-    text = drawn(status(worker=worker(units=1), schema="{" + "x: float32[1], " * 30 + "}"), width=width)
-    assert max(len(line) for line in text.splitlines()) <= width
-
-
 def test_a_narrow_view_sets_the_figures_below_the_bars() -> None:
     def lines(width: int) -> list[str]:
         return [line for line in drawn(status(), width=width).splitlines() if "143 GB of 200 GB" in line]

@@ -36,41 +36,8 @@ from tests.cli.support import (
 )
 from tests.support.caches import fill
 from tests.support.forked import run_forked
-from tests.worker.support import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked")
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
-    images: Path, cache: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
-    slow = fill_command(images, cache, "--bandwidth-limit", "1kB/s", "--shard-size", "4kB")  # a minute
-    with running(*slow) as process:
-        wait_until(lambda: (cache / "worker").is_dir() and look(cache).num_samples > 0, "a worker")
-        process.send_signal(number)
-        _, shown = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 128 + number
-    assert "Traceback" not in shown
-    assert 0 < look(cache).num_samples < COUNT
-    assert look(cache).worker is None
-
-    done(cli(*fill_command(images, cache)))
-    assert look(cache).num_samples == COUNT
-    assert json.loads(done(cli_here(capfd, "verify", cache, "--json")))["ok"] is True
-
-
-def test_watching_writes_a_line_of_json_for_each_look_until_its_reader_goes_away(cache: Path) -> None:
-    fill(cache, 1, 8).close()
-    with running("status", cache, "--watch", "--json", "--interval", 0.1) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        looks = [json.loads(process.stdout.readline()) for _ in range(3)]
-        process.stdout.close()
-        assert process.wait(TIMEOUT_S) != 0
-        assert process.stderr.read() == ""
-    assert [look["num_samples"] for look in looks] == [8, 8, 8]
 
 
 def test_watching_where_nothing_can_be_drawn_over_writes_lines(
@@ -95,41 +62,10 @@ def test_watching_where_nothing_can_be_drawn_over_writes_lines(
         os.close(slave)
 
 
-def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(
-    cache: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fill(cache, 1, 8).close()
-    master, slave = pty.openpty()
-    drawn = b""
-
-    def draws(text: bytes) -> bool:
-        nonlocal drawn
-        if select.select([master], [], [], 0.1)[0]:
-            drawn += os.read(master, 65536)
-        return text in drawn
-
-    try:
-        with running("status", cache, "--watch", "--interval", 0.1, stdout=slave) as process:
-            wait_until(lambda: draws(b"8 in 1 shard"), "8 samples drawn")
-            done(cli_here(capfd, "evict", cache, "--to", 0))
-            wait_until(lambda: draws(b"0 in 0 shards"), "no samples drawn")
-            process.send_signal(signal.SIGINT)
-            assert process.wait(TIMEOUT_S) == 0
-    finally:
-        os.close(master)
-        os.close(slave)
-
-
 def in_a_folder_that_is_gone() -> None:
     """The command line after its current folder was removed."""
     os.chdir(folder := tempfile.mkdtemp())
     os.rmdir(folder)
-    main()
-
-
-def without_matplotlib() -> None:
-    """The command line where there is no matplotlib."""
-    sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
     main()
 
 
@@ -172,14 +108,6 @@ def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProc
         timeout=TIMEOUT_S,
         check=False,
     )
-
-
-@pytest.mark.e2e
-def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one_line(cache: Path) -> None:
-    fill(cache, 1, 8).close()
-    assert done(in_a_shell(">&-", "status", cache, "--json")) == ""
-    assert "8 samples" in done(in_a_shell("2>&- <&-", "verify", cache))
-    assert "No space left" in refused(in_a_shell(">/dev/full", "status", cache, "--json"), 1)
 
 
 @pytest.mark.e2e
@@ -276,13 +204,3 @@ def test_ctrl_c_while_the_command_is_being_loaded_ends_it_quietly() -> None:
 def test_a_command_that_is_started_deaf_to_ctrl_c_stays_so() -> None:
     deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     assert done(run_code(deaf + INTERRUPTED)).startswith("cachestream ")
-
-
-def test_plots_name_the_extra_when_matplotlib_is_missing_before_any_work(cache: Path, tmp_path: Path) -> None:
-    fill(cache, 1, 8).close()
-    (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
-    planned = ["plan", "missing", "--size-limit=1GB", "--batch-size=8", "--step-time=1", "--output=plan.png"]
-    for arguments in (["plot", str(cache)], planned, ["demo", "--output", str(tmp_path / "demo")]):
-        shown = refused(run_forked(without_matplotlib, arguments, timeout_s=TIMEOUT_S), 2)
-        assert "pip install 'cachestream[plot]'" in shown
-    assert not (tmp_path / "demo").exists()

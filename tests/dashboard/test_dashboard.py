@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import cachestream as cs
 from cachestream import Cache
 from cachestream.dashboard.readings import CacheWatch
-from tests.cli.support import cli_here, done, refused
+from tests.cli.support import cli_here, done
 from tests.support.browser import Look, take_pictures
 from tests.support.caches import fill
 from tests.worker.sources import Numbers
@@ -333,80 +332,6 @@ def test_a_look_changes_nothing_in_a_cache(tmp_path: Path) -> None:
     assert watch.look().status is not None
     watch.close()
     assert files() == before
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "said"),
-    [
-        (lambda _: None, (), "holds no cache"),
-        (lambda path: path.mkdir(), (), "holds no cache"),
-        (lambda path: fill(path, 1, 4).close(), ("--host", "no.such.host.invalid"), "--host"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_in_one_sentence(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    make: Callable[[Path], None],
-    arguments: tuple[str, ...],
-    said: str,
-) -> None:
-    make(tmp_path / "cache")
-    shown = refused(cli_here(capfd, "dashboard", tmp_path / "cache", "--port", "0", *arguments), 2)
-    assert said in shown
-    assert shown.count("\n") == 1
-
-
-def test_a_cache_of_another_version_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fill(tmp_path / "cache", 1, 4).close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")) as catalogue:
-        catalogue.execute("PRAGMA user_version = 9999")
-        catalogue.execute("CREATE TABLE of_that_version (x)")  # with ours alone it would be a flipped bit
-    shown = refused(cli_here(capfd, "dashboard", tmp_path / "cache", "--port", "0"), 1)
-    assert "version" in shown
-    assert shown.count("\n") == 1
-
-
-def test_a_port_in_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fill(tmp_path / "cache", 1, 4).close()
-    with serving(tmp_path / "cache") as url, refusing():
-        port = url.partition("?")[0].rstrip("/").rpartition(":")[2]
-        shown = refused(cli_here(capfd, "dashboard", tmp_path / "cache", "--port", port), 2)
-    assert f"--port {port} of 127.0.0.1 is in use" in shown
-
-
-def test_without_its_packages_the_command_names_the_extra(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['bokeh'] = None; sys.argv = ['cachestream', 'dashboard', 'x']\n"
-        "from cachestream.cli.main import main; main()"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        cwd=ROOT,
-    )
-    assert ended.returncode == 2
-    assert "pip install 'cachestream[dashboard]'" in ended.stderr
-
-
-def test_the_metrics_of_the_guide_and_of_the_grafana_board_are_those_that_are_served(tmp_path: Path) -> None:
-    with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:
-        source = cs.CallableSource(lambda rng: {"x": rng.random(4)}, num_units=200)
-        with cs.start_worker(cache, source, num_workers=1, bandwidth_limit="40MB/s"):
-            cache.wait(64, DEADLINE_S)
-            with cs.EpochLoader(cache, 8) as loader, serving(cache.path) as url:
-                next(iter(loader))
-                text = get(url.replace("/?", "/metrics?"))[1]
-    served = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
-    guide = (ROOT / "docs" / "guide" / "dashboard.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(cachestream_\w+)", guide, re.MULTILINE)) == served
-    board = (ROOT / "docs" / "assets" / "grafana.json").read_text(encoding="utf-8")
-    asked = set(re.findall(r"cachestream_\w+", board))
-    assert asked
-    assert asked <= served
-    assert all(panel["targets"] for panel in json.loads(board)["panels"])
 
 
 # Bokeh has drawn the plots, the table stands in the shadow of a root, and nothing of it is wider than the page.

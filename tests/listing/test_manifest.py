@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachestream as cs
-from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.manifest import LabelsBuilder, Manifest
 from cachestream.listing.names import Names
 from cachestream.sources.files import FileSource
@@ -70,32 +69,8 @@ def as_parquet(path: Path, rows: list[tuple[str, str]]) -> Path:
     return path
 
 
-WRITERS = [as_text, as_csv, as_tsv, as_parquet]
-
-
 def samples_of(source: Any) -> list[tuple[str, dict[str, Any]]]:
     return [item for unit in range(source.num_units) for item in source.read(unit, np.random.default_rng(0))]
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_what_a_manifest_lists_is_read_in_its_order(write: Callable[..., Path], data: Path) -> None:
-    listed = write(data / "list", list(zip(FILES, LABELS, strict=True)))
-    source = cs.open_source(Manifest(listed))
-    assert type(source) is FileSource
-    samples = samples_of(source)
-    assert [key for key, _ in samples] == FILES
-    assert [int(sample["array"][0]) for _, sample in samples] == [2, 1, 0]
-    assert pickle.loads(pickle.dumps(source)).num_units == 3
-    assert list(Manifest(listed)) == [str(data / name) for name in FILES]
-
-
-@pytest.mark.parametrize("write", WRITERS[1:])
-def test_names_of_classes_become_their_places_among_all(write: Callable[..., Path], data: Path) -> None:
-    listed = write(data / "list", list(zip(FILES, LABELS, strict=True)))
-    source: Any = cs.open_source(listed, manifest={"label": "label"})
-    assert source.label_names == ("cat", "dog")
-    assert [sample["label"] for _, sample in samples_of(source)] == [1, 0, 1]
-    assert "label" not in samples_of(FileSource(Manifest(listed, label="label"), label=None))[0][1]
 
 
 @pytest.mark.parametrize("row", ["{0}.npy, {0}\n", '"{0}.npy" , "{0}" \r\n', " {0}.npy ,{0}\t\n"])
@@ -151,15 +126,6 @@ def test_names_may_be_urls_absolute_or_relative_to_a_base(data: Path, tmp_path: 
     ]
     other.write_text("a/1.npy\n", encoding="utf-8")
     assert [key for key, _ in samples_of(FileSource(Manifest(other, base=data)))] == ["1.npy"]
-
-
-def test_what_is_named_twice_comes_twice_and_what_is_missing_is_counted_when_it_is_read(data: Path) -> None:
-    listed = data / "list"
-    listed.write_text("a/1.npy\na/1.npy\nmissing.npy", encoding="utf-8")
-    source = cs.open_source(Manifest(listed))
-    assert source.num_units == 3
-    with pytest.raises(SampleError, match=r"missing\.npy"):
-        samples_of(source)
 
 
 def test_the_ending_of_the_first_says_which_source_it_is(data: Path, tmp_path: Path) -> None:

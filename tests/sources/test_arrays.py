@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError, Sourc
 from cachestream.sources.arrays import ArraySource
 from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
-from cachestream.testing.checks import check_source
 
 h5py: Any = pytest.importorskip("h5py")
 zarr: Any = importlib.import_module("zarr") if importlib.util.find_spec("zarr") else None
@@ -99,25 +97,6 @@ def read(source: ArraySource, unit: int = 0, seed: int | None = None) -> tuple[s
 
 
 # --- what windows hold -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_random_windows_hold_what_the_formats_own_library_wrote(written: Path, name: str) -> None:
-    source = ArraySource(written / name, window=(64, 96))
-    source = pickle.loads(pickle.dumps(source))
-    assert source.num_units is None
-    expected = (IMAGE * 100).astype(np.int32) if name == "scaled.h5" else IMAGE
-    for unit in range(12):
-        key, sample = read(source, unit)
-        y, x = sample["start"].tolist()
-        label = f"{name}::/image" if name.endswith(("h5", "hdf5")) and "::" in key else name
-        assert key == f"{label}[{y}:{y + 64},{x}:{x + 96}]#{unit}"
-        window = sample["array"]
-        np.testing.assert_array_equal(window, expected[y : y + 64, x : x + 96])
-        assert window.dtype == expected.dtype
-        assert window.dtype.isnative
-        assert window.flags.c_contiguous
-        assert set(sample) == {"array", "start"}
 
 
 @pytest.mark.parametrize("dtype", ["?", "u1", "i2", "u2", "f2", "i4", "u4", "i8", "u8", "f8", "c8", "c16"])
@@ -194,28 +173,6 @@ def test_windows_and_places_follow_the_unit_and_its_generator_alone(written: Pat
     source = ArraySource(written / "c.npy", window=10)
     assert read(source, 3, seed=1)[1]["start"] == read(source, 3, seed=1)[1]["start"]
     assert len({int(read(source, 3, seed=seed)[1]["start"][0]) for seed in range(50)}) > 30
-
-
-@needs_zarr
-def test_windows_can_begin_where_chunks_do_and_be_moved_a_little(written: Path) -> None:
-    source = ArraySource(written / "v3.zarr", window=(50, 40), stride="chunks")
-    starts = np.array([read(source, unit)[1]["start"] for unit in range(30)])
-    assert (starts % [50, 40] == 0).all()
-    moved = ArraySource(written / "v3.zarr", window=(50, 40), stride="chunks", jitter=(0, 5))
-    offsets = np.array([read(moved, unit)[1]["start"] for unit in range(60)]) % [50, 40]
-    assert (offsets[:, 0] == 0).all()
-    assert {0, 1, 5, 39} <= set(offsets[:, 1].tolist()) <= {*range(6), *range(35, 40)}
-    with pytest.raises(ConfigError, match="has no chunks"):
-        ArraySource(written / "c.npy", window=10, stride="chunks")
-
-
-def test_num_units_makes_passes_of_random_windows(written: Path) -> None:
-    source = ArraySource(written / "c.npy", window=10, num_units=5)
-    assert source.num_units == 5
-    same = ArraySource(written / "c.npy", window=10, num_units=np.int64(5))  # type: ignore[arg-type]
-    assert (same.fingerprint, type(same.num_units)) == (source.fingerprint, int)
-    with pytest.raises(SourceError, match="no unit 5"):
-        read(source, 5)
 
 
 # --- several arrays ----------------------------------------------------------------------------
@@ -333,19 +290,6 @@ def test_rows_far_apart_are_read_one_by_one(tmp_path: Path, fetched: list[int]) 
 
 
 # --- processes, threads, the protocol ----------------------------------------------------------
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    "name",
-    [
-        "c.npy",
-        pytest.param("sharded.zarr", marks=needs_zarr),
-        "gzip.hdf5",
-    ],
-)
-def test_array_sources_keep_the_protocol(written: Path, name: str) -> None:
-    check_source(lambda: ArraySource(written / name, window=(64, 96)))
 
 
 def test_many_hdf5_files_are_read_from_many_threads_with_few_open(tmp_path: Path) -> None:

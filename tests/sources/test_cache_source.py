@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ from cachestream.testing.checks import check_source
 from tests.sources.reading import read
 from tests.support.caches import add_shard, fill, numbered
 from tests.support.ftp import run_sftp_server
-from tests.support.proxy import FaultyProxy
-from tests.support.s3 import S3Server
 from tests.support.same import same
 
 RNG: Final = np.random.default_rng(0)
@@ -130,26 +127,6 @@ def test_a_transform_gets_the_samples_as_arrays_that_it_may_change(tmp_path: Pat
     assert found["0"]["b"].dtype == torch.bfloat16
 
 
-def test_a_damaged_shard_is_named_skipped_and_counted(tmp_path: Path, original: cs.Cache) -> None:
-    source = cs.CacheSource(original.path)
-    paths = sorted(Path(original.path, "shards").iterdir())
-    for path, offset in ((paths[0], 20), (paths[1], -1)):  # in the header, in a column
-        data = bytearray(path.read_bytes())
-        data[offset] ^= 1
-        path.write_bytes(data)
-    paths[2].write_bytes(paths[2].read_bytes()[:-1])
-    for unit, reason in enumerate((r"the header", r"checksum mismatch in column", r"instead of")):
-        with pytest.raises(
-            cs.SampleError, match=rf"{paths[unit]}: .*{reason}.*cachestream verify CACHE --repair"
-        ):
-            read(source, unit)
-    other = filled(tmp_path / "other", source)
-    assert [*contents(other)] == sorted(key for key, _ in numbered(15, 5))
-    failures = other.status().failures
-    assert sum(row.count for row in failures) == 3
-    assert {row.kind for row in failures} == {"sample"}
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"short", bytes(64), b"\xff" * 64, b"\x08" + bytes(7) + b'{"a": 1}']
 )
@@ -158,18 +135,6 @@ def test_a_file_that_is_no_shard_is_named(original: cs.Cache, content: bytes) ->
     path.write_bytes(content)
     with pytest.raises(cs.SampleError, match=rf"{path}: .*(truncated|passes the end|makes no sense)"):
         read(cs.CacheSource(original.path), 0)
-
-
-def test_a_shard_that_was_evicted_meanwhile_is_skipped_as_one_that_is_gone(
-    tmp_path: Path, original: cs.Cache
-) -> None:
-    source = cs.CacheSource(original.path)
-    os.unlink(min(Path(original.path, "shards").iterdir()))
-    with pytest.raises(cs.SampleError, match=r"original/shards/0+1\.safetensors: not found"):
-        read(source, 0)
-    other = filled(tmp_path / "other", source)
-    assert [*contents(other)] == sorted(key for key, _ in numbered(5, 15))
-    assert sum(row.count for row in other.status().failures) == 1
 
 
 @pytest.mark.e2e
@@ -198,23 +163,6 @@ def test_nothing_is_locked_or_written_in_the_other_cache(tmp_path: Path, origina
 
 
 # --- S3 ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.e2e
-def test_a_copy_in_a_bucket_is_a_source_as_well(
-    tmp_path: Path, original: cs.Cache, s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
-) -> None:
-    shutil.copytree(original.path, s3_bucket / "cache")
-    options = s3_server.options_through(s3_proxy.port)
-    url = f"s3://{s3_bucket.name}/cache"
-    source = cs.CacheSource(url, storage_options=options)
-    s3_proxy.requests = 0
-    read(source, 0)
-    assert s3_proxy.requests == 1
-    assert same(contents(filled(tmp_path / "other", source)), contents(original))
-    found = cs.open_source(f"{url}/", storage_options=options)
-    assert isinstance(found, cs.CacheSource)
-    check_source(source, secrets=[options["secret"]])
 
 
 # --- SFTP and web servers ----------------------------------------------------------------------
@@ -273,13 +221,6 @@ def web_server(folder: Path, *, lists: bool) -> Iterator[str]:
             thread.join()
 
 
-def test_a_web_server_that_lists_its_folders_serves_a_cache(tmp_path: Path, original: cs.Cache) -> None:
-    with web_server(tmp_path, lists=True) as url:
-        source = cs.CacheSource(f"{url}/original")
-        assert same(contents(filled(tmp_path / "other", source)), contents(original))
-        assert isinstance(cs.open_source(f"{url}/original", format="cache"), cs.CacheSource)
-
-
 def test_a_web_server_that_lists_no_folders_is_told_from_an_empty_cache(
     tmp_path: Path, original: cs.Cache
 ) -> None:
@@ -291,44 +232,3 @@ def test_a_web_server_that_lists_no_folders_is_told_from_an_empty_cache(
 
 
 # --- what is no cache --------------------------------------------------------------------------
-
-
-def test_a_cache_is_not_filled_from_itself(tmp_path: Path, original: cs.Cache) -> None:
-    (tmp_path / "link").symlink_to(original.path)
-    for path in (original.path, f"{original.path}/", tmp_path / "link"):
-        with pytest.raises(cs.ConfigError, match=rf"{original.path}: a cache cannot be filled from itself"):
-            cs.start_worker(original, cs.CacheSource(path))
-    assert not original.has_worker()
-
-
-def test_a_folder_that_holds_no_cache_or_an_empty_one_is_refused(
-    tmp_path: Path, s3_server: S3Server, s3_bucket: Path
-) -> None:
-    cs.Cache(tmp_path / "empty", "10MB", min_free=0).close()
-    with pytest.raises(cs.SourceError, match=r"/empty: the cache is still empty; wait until its worker"):
-        cs.CacheSource(tmp_path / "empty")
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos/a.txt").write_text("no shard")
-    for path in ("photos", "gone"):
-        with pytest.raises(
-            cs.SourceError, match=rf"/{path}: no cache is found there .*cache\.json and shards/"
-        ):
-            cs.CacheSource(tmp_path / path)
-    (s3_bucket / "a.txt").write_text("no shard")
-    with pytest.raises(cs.SourceError, match=rf"s3://{s3_bucket.name}: no cache is found there"):
-        cs.CacheSource(f"s3://{s3_bucket.name}/", storage_options=s3_server.storage_options)
-
-
-@pytest.mark.parametrize("wrong", ["", None, 3, ["a", "b"]])
-def test_what_is_no_path_is_refused(wrong: Any) -> None:
-    with pytest.raises(
-        cs.ConfigError, match=r"CacheSource takes the path or URL of one cache, not (an empty path|a )"
-    ):
-        cs.CacheSource(wrong)
-
-
-def test_a_folder_is_recognised_and_takes_the_options_of_a_cache_alone(original: cs.Cache) -> None:
-    assert isinstance(cs.open_source(original.path), cs.CacheSource)
-    assert isinstance(cs.open_source(original.path, format="cache", max_object_size="1MB"), cs.CacheSource)
-    with pytest.raises(cs.ConfigError, match="resize"):
-        cs.open_source(original.path, resize=8)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cachestream.errors import ConfigError, SampleError
+from cachestream.errors import SampleError
 from cachestream.sources.base import units_of
 from cachestream.sources.files import FileSource
 
@@ -31,21 +31,6 @@ def read_all(source: FileSource) -> dict[str, dict[str, Any]]:
 def put_image(path: Path, value: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.full((4, 5, 3), value, np.uint8)).save(path)
-
-
-def test_a_folder_of_classes_is_read_as_torchvision_users_expect(tmp_path: Path) -> None:
-    for value, name in enumerate(["dog/1.png", "cat/2.png", "cat/1.png", "ant/9.png"]):
-        put_image(tmp_path / name, value)
-    source = FileSource(tmp_path)
-    assert source.label_names == ("ant", "cat", "dog")
-    samples = read_all(source)
-    assert {key: (int(sample["image"][0, 0, 0]), sample["label"]) for key, sample in samples.items()} == {
-        "ant/9.png": (3, 0),
-        "cat/1.png": (2, 1),
-        "cat/2.png": (1, 1),
-        "dog/1.png": (0, 2),
-    }
-    assert samples["ant/9.png"]["image"].shape == (3, 4, 5)
 
 
 def test_the_same_class_in_several_splits_has_one_label(tmp_path: Path) -> None:
@@ -79,42 +64,10 @@ def test_images_without_folders_have_no_label_nor_do_other_files_in_folders(tmp_
     assert read_all(FileSource(tmp_path / "texts")) == {"a/1.txt": {"text": "hello"}}
 
 
-def test_labels_can_be_switched_off_or_made_by_a_function_for_every_file(tmp_path: Path) -> None:
-    put_image(tmp_path / "cat" / "1.png", 0)
-    (tmp_path / "cat" / "2.txt").write_text("hello")
-    assert all("label" not in sample for sample in read_all(FileSource(tmp_path, label=None)).values())
-    labelled = FileSource(tmp_path, label=lambda path: int(Path(path).stem) * 10, extensions="*")
-    assert [sample["label"] for sample in read_all(labelled).values()] == [10, 20]
-    assert labelled.fingerprint != FileSource(tmp_path).fingerprint
-    with pytest.raises(ConfigError, match="label"):
-        FileSource(tmp_path, label="parent")
-
-
 def test_a_label_function_that_raises_fails_the_sample_and_names_the_path(tmp_path: Path) -> None:
     put_image(tmp_path / "cat" / "1.png", 0)
     with pytest.raises(SampleError, match=r"label\('cat/1.png'\) raised KeyError"):
         read_all(FileSource(tmp_path, label=dict[str, int]().__getitem__))
-
-
-def test_every_kind_of_file_has_its_fields(tmp_path: Path) -> None:
-    put_image(tmp_path / "a.png", 7)
-    np.save(tmp_path / "b.npy", np.arange(3.0))
-    np.savez(tmp_path / "c.npz", x=np.arange(2), y=np.ones(1))
-    (tmp_path / "d.json").write_text('{"id": 3, "box": [1, 2]}')
-    (tmp_path / "e.md").write_text("# hello")
-    (tmp_path / "f.bin").write_bytes(b"\0\1")
-    (tmp_path / "g.bin").write_bytes(b"")
-    fields = {key: sorted(sample) for key, sample in read_all(FileSource(tmp_path, extensions="*")).items()}
-    assert fields == {
-        "a.png": ["image"],
-        "b.npy": ["array"],
-        "c.npz": ["x", "y"],
-        "d.json": ["box", "id"],
-        "e.md": ["text"],
-        "f.bin": ["data"],
-        "g.bin": ["data"],
-    }
-    assert read_all(FileSource(tmp_path / "g.bin")) == {"g.bin": {"data": b""}}
 
 
 def test_a_file_that_vanished_or_was_cut_fails_as_one_sample(tmp_path: Path) -> None:
@@ -274,16 +227,3 @@ def test_a_listing_that_goes_on_keeps_the_kind_that_was_chosen(tmp_path: Path) -
     assert repr(source).endswith("1 files and more, 1 of other kinds left out>")
     assert [name for page in source.more_names("a/1.png") for name in page.names] == ["b/1.png", "c/1.png"]
     assert list(read_all(source)) == ["a/1.png", "b/1.png", "c/1.png"]
-
-
-def test_text_of_another_encoding_is_read_as_such(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("grün".encode("latin-1"))
-    (tmp_path / "b.json").write_bytes('{"t": "grün"}'.encode("cp1252"))
-    with pytest.raises(SampleError, match=r"not a usable \.txt file"):
-        read_all(FileSource(tmp_path / "a.txt"))
-    source = FileSource(tmp_path / "a.txt", encoding="latin-1")
-    assert read_all(source) == {"a.txt": {"text": "grün"}}
-    assert source.fingerprint != FileSource(tmp_path / "a.txt").fingerprint
-    assert read_all(FileSource(tmp_path / "b.json", encoding="cp1252")) == {"b.json": {"t": "grün"}}
-    with pytest.raises(ConfigError, match="encoding='klingon'"):
-        FileSource(tmp_path / "a.txt", encoding="klingon")

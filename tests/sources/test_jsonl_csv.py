@@ -15,9 +15,8 @@ import pytest
 import zstandard
 
 import cachestream.sources.jsonl_csv as module
-from cachestream import Cache, ConfigError, FileSource, LinesSource, SampleError, start_worker
+from cachestream import ConfigError, FileSource, LinesSource, SampleError
 from cachestream.sources.open import open_source
-from cachestream.testing.checks import check_source
 from tests.sources.reading import read_unit
 from tests.support.s3 import S3Server
 
@@ -92,14 +91,6 @@ def test_ranges_of_a_file_on_s3_are_units(s3_server: S3Server, monkeypatch: pyte
     assert type(source) is LinesSource
     assert source.num_units == 2 * -(-len(body) // 1000)
     assert [sample["i"] for sample in samples_of(source)] == [*range(500), *range(500)]
-
-
-def test_packed_files_are_one_unit_each(tmp_path: Path) -> None:
-    for name, pack in (("a.jsonl.gz", gzip.compress), ("b.jsonl.bz2", bz2.compress)):
-        (tmp_path / name).write_bytes(pack(b'{"i": 1}\n\n{"i": 2}\n'))
-    (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"i\ttext\n3\tx\n"))
-    assert samples_of(LinesSource(str(tmp_path / "*.jsonl.*"))) == [{"i": 1}, {"i": 2}] * 2
-    assert samples_of(LinesSource(tmp_path / "c.tsv.gz")) == [{"i": 3, "text": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -243,16 +234,3 @@ def test_a_folder_of_lines_is_read_by_line_but_not_one_of_images_with_a_table(tm
     (tmp_path / "x.jpg").write_bytes(b"")
     assert type(open_source(tmp_path)) is FileSource
     assert open_source(tmp_path, format="lines").num_units == 3
-
-
-@pytest.mark.e2e
-def test_it_keeps_what_workers_rely_on_and_fills_a_cache(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"i": i, "score": i if i % 3 else i / 2} for i in range(200)])
-    check_source(LinesSource(path))
-    with (
-        Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache,
-        start_worker(cache, path, num_workers=1) as worker,
-    ):
-        assert worker.wait(120)
-        assert cache.num_samples == 200
-        assert str(cache.schema) == "{i: int64[], score: float64[]}"

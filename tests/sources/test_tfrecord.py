@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import pickle
 import struct
 import subprocess
 import sys
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +20,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError, SourceUnavailableError
-from cachestream.sources.open import open_source
 from cachestream.sources.tfrecord import TFRecordSource
 from cachestream.testing.checks import check_source
 from cachestream.transport import remote_errors
@@ -105,27 +102,6 @@ def test_images_are_decoded_unless_told_otherwise(tmp_path: Path) -> None:
     assert (sample["image"] == 7).all()
 
 
-def test_features_say_what_each_is_to_be(tmp_path: Path) -> None:
-    path = tmp_path / "a.tfrecord"
-    writer = tfrecord.TFRecordWriter(str(path))
-    for count in (1, 4):
-        writer.write(
-            {"x": (list(range(count)), "int"), "m": ([1.0] * 4, "float"), "s": (b"caf\xc3\xa9", "byte"),
-             "t": ([b"a", b"b"][: 1 + count // 2], "byte"), "i": (png(9), "byte"), "unused": (1, "int")}
-        )  # fmt: skip
-    writer.close()
-    features: dict[str, Any] = {"x": "array", "m": [2, -1], "s": "str", "t": "texts", "i": "bytes"}
-    source = TFRecordSource(path, features=features)
-    samples = [sample for _, sample in read_unit(source)[0]]
-    assert [sample["x"].shape for sample in samples] == [(1,), (4,)]
-    assert [sample["m"].shape for sample in samples] == [(2, 2), (2, 2)]
-    assert [sample["t"] for sample in samples] == ['["a"]', '["a", "b"]']
-    assert samples[0] == samples[0] | {"s": "café", "i": png(9)}
-    assert set(samples[0]) == set(features)
-    image = TFRecordSource(path, features={"i": "image"})
-    assert (read_unit(image)[0][1][1]["i"] == 9).all()
-
-
 @pytest.mark.parametrize(
     ("features", "message"),
     [
@@ -170,27 +146,6 @@ def test_sequence_examples_are_refused_by_name(tmp_path: Path) -> None:
 
 
 # --- compression, damage -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", ["auto", "explicit"])
-@pytest.mark.parametrize("kind", ["gzip", "zlib", None])
-def test_packed_files_are_told_by_how_they_begin(tmp_path: Path, kind: Any, compression: str) -> None:
-    path = tmp_path / "a.tfrecord"
-    write(path, 20)
-    plain = [sample["number"] for _, sample in read_unit(TFRecordSource(path))[0]]
-    pack: Any = {"gzip": gzip.compress, "zlib": zlib.compress, None: bytes}[kind]
-    path.write_bytes(pack(path.read_bytes()))
-    source = TFRecordSource(path, compression="auto" if compression == "auto" else kind)
-    unchecked = TFRecordSource(path, compression=source._compression, check_crc=False)
-    for one in (source, unchecked):
-        samples, reason = read_unit(one)
-        assert reason == ""
-        assert [sample["number"] for _, sample in samples] == plain
-    if kind is not None:
-        path.write_bytes(path.read_bytes()[:-30])
-        samples, reason = read_unit(source)
-        assert len(samples) < 20
-        assert "ends" in reason
 
 
 def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
@@ -360,22 +315,6 @@ def test_two_threads_that_read_parts_of_a_file_that_was_replaced_both_notice(
 
 
 # --- files, the protocol -----------------------------------------------------------------------
-
-
-def test_the_ending_chooses_tfrecords(tmp_path: Path) -> None:
-    for name in ("a.tfrecord", "b.tfrecords", "c.tfrec", "d.TFRECORD"):
-        write(tmp_path / name, 2)
-        assert type(open_source(tmp_path / name)) is TFRecordSource
-    packed = tmp_path / "a.tfrecord.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "a.tfrecord").read_bytes()))
-    assert type(open_source(packed, features={"number": "scalar"})) is TFRecordSource
-    source = TFRecordSource(tmp_path)
-    assert source.num_units == 5
-    assert repr(source) == f"<TFRecordSource {tmp_path}, 5 files>"
-    copy = pickle.loads(pickle.dumps(source))
-    assert [key for key, _ in read_unit(copy, 1)[0]] == [
-        f"a.tfrecord.gz#{place}" for place in record_places(tmp_path / "a.tfrecord")
-    ]
 
 
 @pytest.mark.e2e

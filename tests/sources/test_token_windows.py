@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachestream as cs
-from cachestream import ConfigError, SampleError
+from cachestream import SampleError
 from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import apply_packing, packed_windows
 
@@ -180,28 +180,6 @@ def test_a_document_that_cannot_be_used_says_why() -> None:
         [{"tokens": "a"}], tokenizer=lambda _: 1 // 0
     )
     assert "field 'tokens' is int64 []" in complaint([{"tokens": "abc"}], tokenizer=len)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 0}, "block_size=0: give a whole number, 1 or more"),
-        ({"block_size": 2.5}, "block_size=2.5: give a whole number"),
-        ({"eos": -1}, "eos=-1: give a whole number, 0 or more"),
-        ({"pad": "<pad>"}, "pad='<pad>': give a whole number"),
-        ({"split": False}, "split=False leaves room at the end of windows: give pad="),
-        ({"tokenizer": 5}, "tokenizer=5: give a tokenizers.Tokenizer, its path, or a function"),
-        ({"tokenizer": "none.json"}, "tokenizer='none.json': no usable tokenizer.json: No such file"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        cs.pack_tokens(**options)
-
-
-def test_a_packing_is_not_for_a_single_sample() -> None:
-    with pytest.raises(ConfigError, match="packs whole units: give it as transform= to start_worker"):
-        cs.pack_tokens()({"tokens": [1, 2]})
 
 
 def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:

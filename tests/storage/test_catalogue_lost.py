@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cachestream import linux
-from cachestream.errors import CacheError, CacheVersionError
+from cachestream.errors import CacheError
 from cachestream.storage import publish as publish_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import APPLICATION_ID, SCHEMA_VERSION
@@ -77,25 +77,6 @@ DAMAGES = {
     "another program's with an id": of_another_program(77, 0),
     "an empty one of ours": of_another_program(APPLICATION_ID, SCHEMA_VERSION),
 }
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_lost_catalogue_is_rebuilt_from_the_shards_on_opening(
-    filled: Cache, fast_path: Path, damage: Callable[[str], None]
-) -> None:
-    filled.size_limit = "3MB"
-    filled.close()
-    damage(filled.catalogue.path)
-    aside = b"" if not os.path.exists(filled.catalogue.path) else Path(filled.catalogue.path).read_bytes()
-    with Cache(fast_path / "cache") as cache:
-        assert (cache.cache_id, cache.size_limit, cache.num_samples) == (filled.cache_id, 3_000_000, 12)
-        assert keys_in(cache) == ALL
-        assert_sound(cache)
-        kept = Path(cache.path) / "catalogue.damaged"
-        if len(aside) >= 100:  # anything shorter is as good as empty to SQLite
-            assert kept.read_bytes() == aside
-        assert publish(cache, content(12)) == 1005, "ids that a writer may still hold are not given out"
-        assert_sound(cache)
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
@@ -290,20 +271,6 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
     with filled.catalogue.reading() as tables:
         assert tables.claims(mine.pass_id) == [(theirs, "after")]
     assert_sound(filled)
-
-
-def test_a_catalogue_of_a_newer_version_is_refused_and_left_alone(filled: Cache) -> None:
-    filled.close()
-    other = sqlite3.connect(filled.catalogue.path)
-    other.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    other.commit()
-    other.close()
-    before = Path(filled.catalogue.path).read_bytes()
-    for attempt in (lambda: Cache(filled.path), lambda: filled.verify(repair=True)):
-        with pytest.raises(CacheVersionError, match="upgrade cachestream or use another directory"):
-            attempt()
-    assert Path(filled.catalogue.path).read_bytes() == before
-    assert len(os.listdir(filled.directory.shards)) == 4
 
 
 def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast_path: Path) -> None:

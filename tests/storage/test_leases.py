@@ -38,37 +38,6 @@ def filled(cache: Cache) -> Cache:
     return cache
 
 
-def test_leased_shards_stay_and_the_others_go(filled: Cache) -> None:
-    snapshot, lease = filled.take_snapshot(epoch_size=9)
-    assert snapshot.shard_ids.tolist() == [1, 2, 3]
-    filled.evict(to=0)
-    assert shard_ids(filled) == [1, 2, 3]
-    assert filled.status().leases == 1
-    assert filled.status().leased_bytes == 3 * 12_288
-    lease.release()
-    lease.release()
-    filled.evict(to=0)
-    assert shard_ids(filled) == []
-    assert_sound(filled)
-
-
-def test_the_lease_of_a_killed_trainer_is_free_at_once(filled: Cache) -> None:
-    def train(line: Line) -> None:
-        _snapshot, lease = Cache(filled.path).take_snapshot()
-        line.say(f"{lease}")
-        line.wait_for_word()
-
-    child = fork(train)
-    assert "held" in child.hear()
-    filled.evict(to=0)
-    assert filled.num_shards == 10
-    child.kill()
-    assert filled.status().leases == 0, "the kernel frees it"
-    filled.evict(to=0)
-    assert_sound(filled)
-    assert filled.num_shards == 0
-
-
 def test_a_forked_child_keeps_no_lease_alive_unless_it_joins(filled: Cache) -> None:
     """A DataLoader worker that outlives its trainer must not hold the shards; one that reads must."""
     _snapshot, lease = filled.take_snapshot()

@@ -75,9 +75,3 @@ def test_an_empty_cache_is_drawn_without_a_warning(tmp_path: Path) -> None:
     rows["time_s"] = [1.7e9, 1.7e9]  # not even a moment apart
     plot_growth(rows, tmp_path / "growth.png", "cache")
     assert (tmp_path / "growth.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize("name", ["growth.txt", "no/such/folder/growth.png"])
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        plot_growth(history(10), tmp_path / name, "cache")

@@ -17,7 +17,6 @@ import cachestream as cs
 from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.tools import refetching
 from cachestream.tools.refetching import refetch
-from tests.cli.support import cli
 from tests.worker.sources import Named
 
 SOURCE = Named(units=40, samples=5, nbytes=2000)
@@ -296,25 +295,3 @@ def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:
         trained(cache, record=tmp_path / "run")
         with pytest.raises(cs.CacheError, match="a worker is filling"):
             refetch(tmp_path / "run", cache, SOURCE)
-
-
-@pytest.mark.usefixtures("forked")
-def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path: Path) -> None:
-    files = tmp_path / "files"
-    files.mkdir()
-    for i in range(30):
-        np.save(files / f"{i:03}.npy", np.full(500, i, np.float32))
-    source = cs.FileSource(str(files))
-    with filled(tmp_path / "cache", source) as cache:
-        batches = trained(cache, record=tmp_path / "run")
-        cache.evict(20_000)
-    command = ("refetch", tmp_path / "run", files, cache.path)
-    done = cli(*command)
-    assert done.returncode == 0, done.stderr
-    assert "0 did not" in done.stderr
-    assert trained(cache, replay=tmp_path / "run") == batches
-    np.save(files / "000.npy", np.zeros(500, np.float32) + 7)
-    cache.evict(0)
-    done = cli(*command)
-    assert done.returncode == 1
-    assert "came back different" in done.stderr

@@ -20,7 +20,6 @@ from tests.training.scripts import train
 from tests.training.scripts.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("forked")
-ROOT = Path(__file__).parents[2]
 
 
 def results(out: Path, ranks: range | list[int]) -> list[dict[str, Any]]:
@@ -129,16 +128,4 @@ def test_ranks_that_ask_before_they_know_one_another_are_told_and_share_the_samp
     assert all("it is rank 0 of 2 from now on" in text for text in ranks[0]["told"])
     assert all("WORLD_SIZE is 2: it answers for one process alone" in text for text in ranks[1]["told"])
     assert load_manifest(str(tmp_path / "recorded" / "epoch-000000.json")).settings["world_size"] == 2
-    assert cache.status().leases == 0
-
-
-def test_a_loader_goes_on_in_a_job_that_is_made_anew_of_other_ranks(
-    new_cache: NewCache, tmp_path: Path
-) -> None:
-    cache = new_cache(4, 24)
-    ranks = [rank["epochs"] for rank in run(cache, tmp_path, "anew", 3)]
-    for epoch, size in enumerate((3, 2, 1)):
-        shares = [rank[epoch] for rank in ranks[:size]]
-        assert [len(share) for share in shares] == [96 // size] * size
-        assert sorted(n for share in shares for n in share) == list(range(96))
     assert cache.status().leases == 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import pytest
-from torch.utils.data import DataLoader
 
-from cachestream import ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
+from cachestream import EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
 from cachestream.training import pipeline
 from cachestream.training.epoch_snapshots import EpochSnapshots
@@ -44,76 +41,6 @@ def test_a_peek_where_there_is_nothing_says_why_and_can_be_tried_again(new_cache
         assert len(loader.peek()["number"]) == 4
         assert sorted(numbers(loader)) == list(range(8))
         assert loader.epoch == 1
-
-
-def test_a_sampler_for_another_dataset_is_refused(new_cache: NewCache) -> None:
-    with (
-        EpochLoader(new_cache(1, 8), 4, sampler=lambda _: [0, 8]) as loader,
-        pytest.raises(ConfigError, match="sample 8 of a dataset of 8"),
-    ):
-        next(iter(loader))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": True}, "batch_size=True"),
-        ({"prefetch": 0}, "prefetch=0"),
-        ({"epoch_size": -5}, "epoch_size=-5"),
-        ({"turnover": 1.5}, "turnover=1.5"),
-        ({"turnover": None}, "turnover=None"),
-        ({"turnover": "x"}, "turnover='x'"),
-        ({"timeout_s": 0}, "timeout_s=0"),
-        ({"timeout_s": None}, "timeout_s=None: give seconds, 0.001 or more"),
-        ({"timeout_s": "x"}, "timeout_s='x'"),
-        ({"timeout_s": math.nan}, "timeout_s=nan"),
-        ({"batch_transform": 5}, "batch_transform=5: give a function"),
-        ({"record": 5}, "record=5: give a path"),
-        ({"replay": 5}, "replay=5: give a path"),
-        ({"weights": {1: 2.0}}, "are str, not 1: take them"),
-        ({"weights": {"a": "b"}}, "give numbers"),
-        ({"device": "tpu"}, "device='tpu'"),
-        ({"device": "cuda:77"}, "device='cuda:77'"),
-        ({"sampler": 5}, "sampler=5"),
-        ({"max_cache_size": 5}, "max_cache_size"),
-        ({"prefetch_factor": 2}, "it is called 'prefetch'"),
-        ({"weights": [1]}, "sampler="),
-        ({"num_replicas": 2}, "torch.distributed"),
-        ({"num_workers": 2}, "start_worker"),
-        ({"shufle": True}, "do you mean 'shuffle'?"),
-        ({"collate_fn": len}, "batch_transform="),
-        ({"generator": None}, "give seed="),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_with_advice(
-    options: dict[str, Any], says: str, new_cache: NewCache
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EpochLoader(new_cache(1, 8), **{"batch_size": 4, **options})
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize("returned", [None, 5])
-def test_a_sampler_function_that_returns_no_sampler_is_refused(returned: Any, new_cache: NewCache) -> None:
-    with (
-        EpochLoader(new_cache(1, 8), 4, sampler=lambda _: returned) as loader,
-        pytest.raises(ConfigError, match=f"returned {returned} .*let it return a torch sampler"),
-    ):
-        next(iter(loader))
-
-
-def test_a_path_in_place_of_a_cache_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"give a cachestream\.Cache"):
-        EpochLoader("/scratch", 4)  # type: ignore[arg-type]
-
-
-def test_an_epoch_size_below_one_batch_is_refused(new_cache: NewCache) -> None:
-    with (
-        EpochLoader(new_cache(1, 8), 4, epoch_size=3) as loader,
-        pytest.raises(ConfigError, match="epoch_size=3"),
-    ):
-        len(loader)
 
 
 class OwnError(Exception):
@@ -190,38 +117,6 @@ def test_a_stop_iteration_of_the_users_own_code_does_not_end_the_epoch_as_if_all
         list(loader)
 
 
-def patiently(batches: Iterator[Any]) -> list[Any]:
-    """The rest of an epoch, whose loader may raise timeouts in between."""
-    found, give_up = [], time.monotonic() + 120
-    while True:
-        try:
-            found.append(next(batches))
-        except StopIteration:
-            return found
-        except EpochError:
-            assert time.monotonic() < give_up
-
-
-@in_both_ways
-def test_a_batch_that_does_not_come_is_an_error_with_a_diagnosis(new_cache: NewCache) -> None:
-    transforming, released = threading.Event(), threading.Event()
-
-    def transform(batch: Any) -> Any:
-        transforming.set()
-        released.wait(120)
-        return batch
-
-    with EpochLoader(new_cache(2, 8), 4, batch_transform=transform, timeout_s=0.3) as loader:
-        batches = iter(loader)
-        with pytest.raises(EpochError, match=r"no batch of epoch 0 within 0.3 s"):
-            next(batches)
-        assert transforming.wait(120)
-        with pytest.raises(EpochError, match=r"no batch of epoch 0 within 0.3 s .*gathering epoch 0"):
-            next(batches)
-        released.set()
-        assert len(patiently(batches)) == 4
-
-
 @in_both_ways
 def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new_cache: NewCache) -> None:
     held, transforming = threading.Event(), threading.Event()
@@ -247,20 +142,6 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
         assert sorted(numbers(seen)) == list(range(16))
 
 
-def test_a_damaged_shard_is_put_aside_before_the_epoch_begins(new_cache: NewCache) -> None:
-    cache = new_cache(3, 8)
-    snapshot, lease = cache.take_snapshot()
-    lease.release()
-    path = shard_path(cache.path, int(snapshot.shard_ids[1]))
-    with open(path, "r+b") as file:
-        file.seek(-3, os.SEEK_END)
-        file.write(b"\xff")
-    with EpochLoader(cache, 4) as loader:
-        assert sorted(numbers(loader)) == [*range(8), *range(16, 24)]
-        assert cache.num_shards == 2
-        assert cache.status().quarantined == 1
-
-
 @in_both_ways
 def test_a_shard_found_damaged_on_the_way_is_left_out_and_counted(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
@@ -276,14 +157,6 @@ def test_a_shard_found_damaged_on_the_way_is_left_out_and_counted(
         assert loader.stats.skipped == 4
         assert sorted(numbers(loader)) == sorted(seen)
         assert cache.num_shards == 23
-
-
-def test_a_data_loader_over_the_loader_says_what_to_do_instead(new_cache: NewCache) -> None:
-    with EpochLoader(new_cache(2, 8), 4) as loader:
-        wrong: Any = DataLoader(cast(Any, loader), batch_size=None)
-        with pytest.raises(TypeError, match=r"for batch in loader.*cache\.snapshot\(\)"):
-            next(iter(wrong))
-        assert len(numbers(loader)) == 16
 
 
 @pytest.mark.parametrize("name", ["cachestream-gather", "cachestream-prepare"])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import cloudpickle
 import pytest
 
 from cachestream import Cache, EpochError, EpochLoader
@@ -30,16 +26,6 @@ in_both_ways: Final = pytest.mark.usefixtures("gathered")
 
 def leases(cache: Cache) -> int:
     return cache.status().leases
-
-
-def test_a_closed_loader_says_so(new_cache: NewCache) -> None:
-    loader = EpochLoader(new_cache(1, 8), 4)
-    batches = iter(loader)
-    loader.close()
-    loader.close()
-    for again in (lambda: iter(loader), lambda: next(batches)):
-        with pytest.raises(EpochError, match="closed"):
-            again()
 
 
 def test_a_loader_closed_after_its_last_batch_ends_the_epoch_as_ever(new_cache: NewCache) -> None:
@@ -107,23 +93,6 @@ def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed
             assert time.monotonic() - began < 60  # not the loader's 120 s
 
 
-@in_both_ways
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
-def test_a_forked_child_is_told_to_make_a_loader_of_its_own(new_cache: NewCache) -> None:
-    with EpochLoader(new_cache(1, 8), 4) as loader:
-        next(iter(loader))
-        child = os.fork()
-        if child == 0:
-            try:
-                iter(loader)
-            except EpochError as error:
-                loader.close()
-                os._exit(0 if "make one in each process" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert len(numbers(loader)) == 8
-
-
 def test_an_epochs_shards_are_leased_until_it_ends_or_is_left(new_cache: NewCache) -> None:
     cache = new_cache(6, 8)
     with EpochLoader(cache, 4, prefetch=1) as loader:
@@ -172,21 +141,6 @@ def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: N
         assert len(os.listdir("/proc/self/fd")) <= files + 2
         assert ours() == threads
         assert leases(cache) <= 2
-
-
-@in_both_ways
-def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
-    loader = EpochLoader(new_cache(2, 8), 4)
-    next(iter(loader))
-    gone = weakref.ref(loader)
-    mine = ours()
-    assert len(mine) == 2
-    del loader
-    gc.collect()
-    assert gone() is None
-    for thread in mine:
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 @in_both_ways
@@ -295,17 +249,6 @@ def test_the_interpreter_ends_though_a_transform_hangs_for_ever(new_cache: NewCa
     )
     assert done.returncode == 0, done.stderr
     assert "no batch of epoch 0 within 2 s" in done.stdout
-
-
-@pytest.mark.parametrize("move", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
-def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
-    new_cache: NewCache, move: Callable[[Any], Any]
-) -> None:
-    cache = new_cache(2, 8)
-    with EpochLoader(cache, 4) as loader:
-        with pytest.raises(TypeError, match=f"Make another one.*{cache.path}.*state_dict"):
-            move(loader)
-        assert len(numbers(loader)) == 16
 
 
 @pytest.mark.e2e

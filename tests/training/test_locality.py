@@ -136,24 +136,6 @@ def test_an_epoch_gives_all_samples_once_and_no_two_epochs_are_alike(new_cache: 
     assert first != second
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"drop_last": False}, {"epoch_size": 30}, {"turnover": 0.5}], ids=lambda o: str([*o])
-)
-def test_from_any_step_the_rest_is_the_same_in_a_new_loader(
-    options: dict[str, Any], new_cache: NewCache
-) -> None:
-    cache = new_cache(4, 13)
-    with EpochLoader(cache, 4, locality=11, **options) as loader:
-        epoch, states = [], []
-        for batch in loader:
-            epoch.append(batch["number"].tolist())
-            states.append(loader.state_dict())
-    for step, state in enumerate(states[:-1], start=1):
-        with EpochLoader(cache, 4, locality=11, **options) as loader:
-            loader.load_state_dict(state)
-            assert numbers(loader) == epoch[step:]
-
-
 def test_it_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: NewJob) -> None:
     cache = new_cache(6, 16)
 

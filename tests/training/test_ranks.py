@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from cachestream import EpochLoader, NotEnoughSamplesError, RankMismatchError
+from cachestream import EpochLoader, NotEnoughSamplesError
 from tests.support.caches import add_shard, numbered, set_fill_state
 from tests.training.conftest import NewCache, NewJob
 from tests.training.jobs import PATIENCE_S
@@ -60,15 +59,6 @@ def test_all_ranks_make_the_same_steps_and_no_sample_comes_twice(
         for cached, got in ((55, sizes[0]), (66, sizes[-1])):
             rest = cached % whole
             assert got == cached - (rest if drop_last or rest < size else 0)
-
-
-def test_epochs_of_a_fixed_length_are_the_same_for_ranks_with_unequal_caches(
-    new_cache: NewCache, new_job: NewJob
-) -> None:
-    caches = [new_cache(2, 20), new_cache(1, 7, 1000)]
-    results = new_job(2).run(lambda rank, make: epochs_of(make(caches[rank], 2, epoch_size=60), 2))
-    assert [[len(epoch) for epoch in result] for result in results] == [[15, 15]] * 2
-    assert all(len(batch) == 2 for result in results for epoch in result for batch in epoch)
 
 
 def test_a_peek_and_a_length_after_a_break_cost_no_epoch_where_ranks_agree(
@@ -255,53 +245,7 @@ def test_samples_evicted_since_a_checkpoint_are_skipped_and_told_equally_on_all_
     assert len(again) > len(left) - size
 
 
-def test_a_sampler_that_differs_between_ranks_is_an_error_on_all(
-    new_cache: NewCache, new_job: NewJob
-) -> None:
-    cache = new_cache(2, 12)
-    orders = [list(range(24)), list(range(23, -1, -1))]
-    errors = new_job(2).run(lambda rank, make: epochs_of(make(cache, 3, sampler=lambda _: orders[rank]), 1))
-    assert all(isinstance(error, RankMismatchError) and "sampler" in str(error) for error in errors)
-
-
 # --- trouble
-
-
-def test_other_arguments_on_a_rank_are_an_error_on_all_at_once(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(2, 12)
-    began = time.monotonic()
-    errors = new_job(3).run(lambda rank, make: epochs_of(make(cache, 4 if rank == 2 else 3), 1))
-    assert time.monotonic() - began < PATIENCE_S / 2
-    for error in errors:
-        assert isinstance(error, RankMismatchError)
-        assert "rank 2 (pid" in str(error)
-        assert "batch_size=4, rank 0 has batch_size=3" in str(error)
-
-
-@pytest.mark.parametrize("chooser", [0, 1])
-def test_an_argument_that_one_rank_alone_gives_is_an_error_on_all(
-    chooser: int, new_cache: NewCache, new_job: NewJob
-) -> None:
-    """Also where it is not rank 0, and each rank draws from a cache of its own."""
-    caches = [new_cache(2, 12), new_cache(2, 12)]
-
-    def work(rank: int, make: Callable[..., EpochLoader]) -> Epochs:
-        return epochs_of(make(caches[rank], 4, holdout=0.2 if rank == chooser else None), 1)
-
-    errors = new_job(2).run(work)
-    for error in errors:
-        assert isinstance(error, RankMismatchError), error
-        assert "split=" in str(error)
-
-
-def test_a_failure_of_one_rank_is_the_same_error_on_all(new_cache: NewCache, new_job: NewJob) -> None:
-    caches = [new_cache(2, 12), new_cache(1, 2)]
-    set_fill_state(caches[1], "complete")
-    errors = new_job(3).run(lambda rank, make: epochs_of(make(caches[rank == 2], 4), 1))
-    for rank, error in enumerate(errors):
-        assert isinstance(error, NotEnoughSamplesError), error
-        assert "holds 2 samples" in str(error)
-        assert str(error).startswith("rank 2 (pid") == (rank != 2)
 
 
 def test_a_failed_epoch_can_be_tried_again_by_all(new_cache: NewCache, new_job: NewJob) -> None:
@@ -321,70 +265,6 @@ def test_a_failed_epoch_can_be_tried_again_by_all(new_cache: NewCache, new_job: 
 
     results = new_job(2).run(work)
     assert [[len(epoch) for epoch in result] for result in results] == [[2, 2]] * 2
-
-
-def test_an_error_of_the_users_own_code_on_one_rank_reaches_all(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(2, 12)
-
-    def sampler(rank: int) -> Callable[[Any], Any]:
-        def choose(dataset: Any) -> Any:
-            if rank == 1:
-                raise ZeroDivisionError("in the sampler")
-            return range(len(dataset))
-
-        return choose
-
-    mine, theirs = new_job(2).run(lambda rank, make: epochs_of(make(cache, 4, sampler=sampler(rank)), 1))
-    assert isinstance(theirs, ZeroDivisionError)
-    assert "rank 1" in str(mine)
-    assert "ZeroDivisionError: in the sampler" in str(mine)
-
-
-def test_a_rank_that_never_comes_is_named_by_the_others(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(2, 12)
-
-    def work(rank: int, make: Callable[..., EpochLoader]) -> Any:
-        return None if rank == 1 else epochs_of(make(cache, 2), 1)
-
-    job = new_job(3)
-    job.meeting_s = 2.0
-    first, _, third = job.run(work)
-    for error in (first, third):
-        assert isinstance(error, RankMismatchError)
-        assert "rank 1 has not come to its EpochLoader" in str(error)
-
-
-def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_deadline(
-    new_cache: NewCache, new_job: NewJob
-) -> None:
-    cache, dead = new_cache(4, 24), threading.Event()
-
-    def work(rank: int, make: Callable[..., EpochLoader]) -> Any:
-        loader = make(cache, 2, prefetch=1)
-        batches = iter(loader)
-        next(batches)
-        if rank == 2:
-            loader.close()
-            dead.set()
-            return None
-        assert dead.wait(PATIENCE_S)  # while it lives, it agrees on all epochs that the others ask for
-        for _ in batches:
-            pass
-        for _ in range(2):  # rank 2 may have agreed on the next epoch before it died, but on no later one
-            began = time.monotonic()
-            try:
-                for _ in loader:
-                    pass
-            except RankMismatchError as error:
-                return str(error), time.monotonic() - began
-        return "no error", 0.0
-
-    job = new_job(3)
-    job.deadline_s = 2.0
-    for message, waited_s in job.run(work)[:2]:
-        assert "rank 2 (pid" in message
-        assert "within 2 s: dead, or stuck?" in message
-        assert waited_s < PATIENCE_S / 2
 
 
 def test_a_rank_whose_trainer_pauses_still_answers_the_others(new_cache: NewCache, new_job: NewJob) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
 from cachestream.training import manifests
@@ -23,47 +22,10 @@ from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 from tests.worker.support import DEADLINE_S, wait_until
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "shuffled": {},
-    "in order, with a rest": {"shuffle": False, "drop_last": False},
-    "fewer than cached": {"epoch_size": 20},
-    "more than cached": {"epoch_size": 75, "drop_last": False},
-    "with repetition": {"sampler": lambda data: torch.utils.data.RandomSampler(data, replacement=True)},
-    "a batch sampler": {
-        "sampler": lambda data: torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 5, False)
-    },
-}
-
 
 def epochs(loader: EpochLoader, count: int) -> list[list[list[int]]]:
     """[epoch][batch] is a list of numbers."""
     return [[batch["number"].tolist() for batch in loader] for _ in range(count)]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_epochs_come_again_batch_for_batch_after_the_cache_has_grown(
-    variant: str, new_cache: NewCache, tmp_path: Path
-) -> None:
-    cache, folder = new_cache(3, 9), tmp_path / "manifests"
-    with EpochLoader(cache, 4, record=folder, prefetch=1, **VARIANTS[variant]) as loader:
-        trained = epochs(loader, 1)
-        add_shard(cache, numbered(27, 9))
-        trained += epochs(loader, 2)
-    assert sorted(path.name for path in folder.iterdir()) == [f"epoch-{n:06d}.json" for n in range(3)]
-    add_shard(cache, numbered(36, 9))
-    with EpochLoader(cache, 4, seed=99, replay=folder) as loader:
-        assert len(loader) == len(trained[0])
-        assert epochs(loader, 3) == trained
-        with pytest.raises(EpochError, match=r"epoch 3 is not recorded in .* the epochs 0 to 2"):
-            next(iter(loader))
-    with EpochLoader(cache, 4, replay=folder / "epoch-000001.json") as loader:
-        assert loader.epoch == 1
-        batches = iter(loader)
-        head = next(batches)["number"].tolist()
-        state = loader.state_dict()
-    with EpochLoader(cache, 4, replay=folder / "epoch-000001.json") as loader:
-        loader.load_state_dict(state)
-        assert [head, *epochs(loader, 1)[0]] == trained[1]
 
 
 def test_the_rest_of_an_epoch_whose_manifest_is_gone_is_refused_and_holds_no_shards(
@@ -132,43 +94,6 @@ def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_
     add_shard(cache, numbered(10, 10))  # the lost one again
     with EpochLoader(cache, 1, replay=folder) as loader:
         assert [n for batch in epochs(loader, 1)[0] for n in batch] == trained
-
-
-def test_what_is_not_cached_is_told_with_the_command_that_brings_it_back(
-    new_cache: NewCache, tmp_path: Path
-) -> None:
-    cache = new_cache(3, 9)
-    with EpochLoader(cache, 4, record=tmp_path / "run") as loader:
-        epochs(loader, 1)
-    cache.quarantine(2, "a test")
-    with (
-        EpochLoader(cache, 4, replay=tmp_path / "run") as loader,
-        pytest.raises(
-            EpochError, match=r"1 of the 3 shards .*\(9 samples\).*cachestream refetch .*epoch-000000"
-        ),
-    ):
-        next(iter(loader))
-
-
-def test_a_replay_of_two_ranks_is_the_same_on_two_and_the_same_samples_in_turn_on_one(
-    new_cache: NewCache, new_job: NewJob, tmp_path: Path
-) -> None:
-    cache, folder = new_cache(4, 9), tmp_path / "run"
-
-    def train(rank: int, make: Any) -> Any:
-        return epochs(make(cache, 4, record=folder, drop_last=False), 2)
-
-    trained = new_job(2).run(train)
-    assert len(list(folder.iterdir())) == 2
-    add_shard(cache, numbered(100, 9))
-    assert new_job(2).run(lambda _, make: epochs(make(cache, 4, replay=folder), 2)) == trained
-    in_turn = [
-        [batch for step in zip(*epoch, strict=True) for batch in step] for epoch in zip(*trained, strict=True)
-    ]
-    (alone,) = new_job(1).run(lambda _, make: epochs(make(cache, 4, replay=folder), 2))
-    flat = [[n for batch in epoch for n in batch] for epoch in in_turn]
-    assert [[n for batch in epoch for n in batch] for epoch in alone] == flat
-    assert len(flat[0]) == 36
 
 
 def test_ranks_with_caches_of_their_own_leave_a_manifest_for_each_and_replay_both(

@@ -144,19 +144,6 @@ def test_dataloader_workers_have_the_selected_samples(new_cache: NewCache, start
 # --- resume, replay, ranks
 
 
-def test_it_resumes_after_every_batch(new_cache: NewCache) -> None:
-    cache = new_cache(4, 12)
-    with EpochLoader(cache, 3, where=thirds, drop_last=False) as loader:
-        states, batches = [loader.state_dict()], []
-        for batch in loader:
-            batches.append(numbers([batch]))
-            states.append(loader.state_dict())
-    for done, state in enumerate(states[:-1]):
-        with EpochLoader(cache, 3, where=thirds, drop_last=False) as loader:
-            loader.load_state_dict(state)
-            assert [numbers([batch]) for batch in loader] == batches[done:]
-
-
 def test_it_resumes_without_the_shards_that_are_gone(new_cache: NewCache) -> None:
     cache = new_cache(4, 12)
     with EpochLoader(cache, 2, where=thirds) as loader:

@@ -95,18 +95,6 @@ def test_less_is_padding_than_in_batches_of_a_fixed_size(cache: Cache) -> None:
     assert shares[1] > 0.3
 
 
-def test_it_resumes_after_every_batch(cache: Cache) -> None:
-    with EpochLoader(cache, 16, max_tokens={"t": 320}) as loader:
-        batches, states = [], [loader.state_dict()]
-        for batch in loader:
-            batches.append(batch["n"].tolist())
-            states.append(loader.state_dict())
-    for done, state in enumerate(states[:-1]):
-        with EpochLoader(cache, 16, max_tokens={"t": 320}) as loader:
-            loader.load_state_dict(state)
-            assert drawn(loader) == batches[done:]
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_make_the_same_steps_with_batches_of_like_length(
     cache: Cache, new_job: NewJob, size: int

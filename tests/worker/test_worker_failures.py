@@ -127,25 +127,6 @@ def test_an_eviction_policy_that_fails_is_named_and_what_was_read_is_not_blamed(
     assert "what they read" not in str(caught.value).partition("Traceback")[0]
 
 
-def test_a_crash_loop_ends_with_the_traceback(cache: Cache) -> None:
-    """A module that the child cannot import: found before anything is read."""
-
-    def load() -> object:
-        raise ModuleNotFoundError("No module named 'only_at_home'")
-
-    class Unloadable(Numbers):
-        def __reduce__(self) -> tuple[object, ...]:
-            return load, ()
-
-    with cs.start_worker(cache, Unloadable(10), num_workers=2) as worker:
-        with pytest.raises(WorkerError, match="cannot be loaded in the background process") as caught:
-            worker.wait(DEADLINE_S)
-        wait_until(lambda: not worker.is_alive(), "the worker has ended")
-    assert "only_at_home" in caught.value.remote_traceback
-    assert "Traceback" in caught.value.remote_traceback
-    assert cache.fill_state() == "failed"
-
-
 @pytest.mark.e2e
 def test_a_transform_that_always_kills_its_process_opens_the_breaker(cache: Cache) -> None:
     with (
@@ -156,12 +137,6 @@ def test_a_transform_that_always_kills_its_process_opens_the_breaker(cache: Cach
     ):
         worker.wait(DEADLINE_S)
     assert cache.num_samples == 0
-
-
-def test_a_transform_that_always_raises_ends_with_its_error_not_with_the_data(cache: Cache) -> None:
-    worker = cs.start_worker(cache, Numbers(None), num_workers=1, transform=lambda _: 1 // 0)
-    with worker, pytest.raises(WorkerError, match=r"none of the first 1000 samples .* by zero"):
-        worker.wait(DEADLINE_S)
 
 
 def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) -> None:

@@ -23,7 +23,6 @@ from tests.worker.support import (
     Processes,
     fill,
     is_running,
-    keys_of,
     kill_supervisor,
     left_files,
     only_once,
@@ -32,98 +31,6 @@ from tests.worker.support import (
     supervisor_pid,
     wait_until,
 )
-
-SCRIPT = """
-import sys
-import numpy as np
-import cachestream as cs
-from dataclasses import dataclass
-
-factor = 3
-
-@dataclass
-class Scale:                            # a class of __main__
-    by: int
-    def __call__(self, sample):
-        return {"y": sample["n"] * self.by * factor}
-
-class Squares:                          # a source of __main__
-    fingerprint, num_units = "squares", 50
-    def read(self, unit, rng):
-        yield str(unit), {"n": np.int64(unit * unit)}
-
-kind = sys.argv[2]
-offset = len(sys.argv)
-transform = {"class": Scale(2), "lambda": lambda s: {"y": s["n"] * 2 * factor},
-             "closure": (lambda k: lambda s: {"y": s["n"] * k * factor})(2)}[kind]
-cache = cs.Cache(sys.argv[1], size_limit="20MB", min_free=0)
-worker = cs.start_worker(cache, Squares(), num_workers=1, transform=transform)
-assert worker.wait(180), cache.status()
-print(cache.num_samples)
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("kind", ["class", "lambda", pytest.param("closure", marks=pytest.mark.slow)])
-def test_a_script_without_a_main_guard_starts_a_worker_with_its_own_functions(
-    tmp_path: Path, processes: Processes, kind: str
-) -> None:
-    path = tmp_path / "cache"
-    with script(tmp_path / "train.py", SCRIPT, str(path), kind) as run:
-        assert run.end().split() == ["50"]
-    processes.wait_until_gone()
-    with Cache(path) as cache:
-        assert cache.fill_state() == "complete"
-        assert set(keys_of(cache)) == {str(unit) for unit in range(50)}
-        assert left_files(cache) == []
-
-
-def test_an_interactive_session_starts_a_worker_with_functions_typed_there(
-    tmp_path: Path, processes: Processes
-) -> None:
-    """As in a notebook: no file, everything in __main__."""
-    code = SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "cache"))).replace("sys.argv[2]", "'closure'")
-    session = (
-        "import code, sys\n"
-        "console = code.InteractiveConsole(globals())\n"
-        "for block in open(sys.argv[1]).read().split('\\n\\n'):\n"
-        "    console.runsource(block + '\\n', symbol='exec')\n"
-    )
-    (tmp_path / "cells.py").write_text(code, encoding="utf-8")
-    with script(tmp_path / "session.py", session, str(tmp_path / "cells.py"), options=("-i",)) as run:
-        run.tell("print(cache.fill_state(), worker.attached)")
-        assert run.line() == "50"
-        assert run.line() == "complete False"
-        run.tell("exit()")
-        run.end()
-    processes.wait_until_gone()
-
-
-@pytest.mark.e2e
-def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_last_is_gone(
-    cache: Cache, tmp_path: Path, processes: Processes
-) -> None:
-    with ExitStack() as stack:
-        runs = [script(tmp_path / f"rank{rank}.py", ATTACHING, cache.path) for rank in range(4)]
-        entered = [stack.enter_context(run) for run in runs]
-        assert sorted(run.line() for run in entered) == ["attached", "attached", "attached", "started"]
-        pid = supervisor_pid(cache)
-        for rank in (0, 1):
-            entered[rank].tell()
-            entered[rank].end()
-        entered[2].process.kill()
-        entered[2].process.wait(DEADLINE_S)
-        before = cache.status().worker
-        assert before is not None
-        wait_until(
-            lambda: cache.status().worker.totals.samples > before.totals.samples,  # type: ignore[union-attr]
-            "it goes on for the last one",
-        )
-        assert supervisor_pid(cache) == pid
-        entered[3].tell()
-        entered[3].end()
-    processes.wait_until_gone()
-    assert not cache.has_worker()
 
 
 @pytest.mark.e2e
@@ -164,65 +71,6 @@ def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
             run.tell()
             run.end()
     assert cache.fill_state() == "stopped"
-
-
-@pytest.mark.e2e
-def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
-    cache: Cache, tmp_path: Path, processes: Processes
-) -> None:
-    with script(tmp_path / "owner.py", ATTACHING, cache.path, "detach") as run:
-        assert run.line() == "started"
-        run.tell()
-        run.end()  # the end of its output: nobody else holds the pipes
-    count = cache.wait(1, DEADLINE_S)
-    cache.wait(count + 1, DEADLINE_S)
-    attached = cs.start_worker(cache, Numbers(None, pause_s=0.01))
-    assert attached.attached
-    attached.close()
-    assert cache.has_worker(), "who attached may go, too"
-    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
-    processes.wait_until_gone()
-
-
-def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, processes: Processes) -> None:
-    source = Numbers(None, pause_s=0.01)
-    with cs.start_worker(cache, source, num_workers=1):
-        other = cs.start_worker(cache, source, num_workers=1, detach=True)
-        assert other.attached
-    count = cache.wait(1, DEADLINE_S)
-    cache.wait(count + 1, DEADLINE_S)
-    other.stop(DEADLINE_S)
-    processes.wait_until_gone()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes, number: int) -> None:
-    worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
-    cache.wait(1, DEADLINE_S)
-    os.kill(supervisor_pid(cache), number)
-    processes.wait_until_gone()
-    assert cache.fill_state() == "stopped"
-    assert not worker.wait(DEADLINE_S), "it ended before the pass was complete"
-    worker.close()
-    assert left_files(cache) == []
-
-
-def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Cache, tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    source = Numbers(200, 3, pause_s=0.03, journal=str(journal))
-    for _ in range(3):
-        worker = cs.start_worker(cache, source, num_workers=2, concurrency=2)
-        before = cache.num_samples
-        cache.wait(before + 30, DEADLINE_S)
-        worker.stop(DEADLINE_S)
-        assert not worker.is_alive()
-        only_once(cache)
-    fill(cache, source, num_workers=2)
-    assert only_once(cache) == source.keys()
-    units = journal.read_text().split()
-    assert len(set(units)) == 200
-    # At each stop some units are in flight, or read but not yet looked at; they are read again.
-    assert len(units) <= 200 + 3 * 2 * 8
 
 
 @pytest.mark.e2e

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import signal
@@ -32,7 +31,6 @@ from tests.worker.support import (
     Processes,
     failures_of,
     is_running,
-    left_files,
     log_of,
     only_once,
     sampling_pids,
@@ -145,27 +143,6 @@ def test_a_pass_that_makes_no_sense_has_the_catalogue_rebuilt_by_the_worker(cach
     assert only_once(cache) == source.keys()
 
 
-def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it_while_it_fills_and_while_it_rests(
-    cache: Cache, processes: Processes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a complete pass, too: what is evicted or damaged later is to be fetched again."""
-    source = Numbers(100, pause_s=0.1)
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        cache.wait(1, DEADLINE_S)
-        first = kill(cache)
-        assert worker.wait(DEADLINE_S), "it waits for the one that takes its place"
-        assert supervisor_pid(cache) != first
-        assert len(processes.called("cs-supervisor")) == 1
-        assert only_once(cache) == source.keys()
-        told = of_cachestream(caplog)
-        assert f"its worker (pid {first}) ended without a word" in told
-        assert "another worker fills it now" in told
-        second = kill(cache)
-        wait_until(lambda: supervisor_pid(cache) not in (0, second), "another one is there")
-        cache.evict(to=0)
-        wait_until(lambda: cache.num_samples == 100, "what was evicted comes again")
-
-
 @pytest.mark.e2e
 def test_a_worker_that_is_replaced_between_two_looks_is_waited_for(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
@@ -273,40 +250,6 @@ def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that
     with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1):
         before = cache.num_samples
         wait_until(lambda: cache.num_samples > before, "a new one fills")
-
-
-@pytest.mark.e2e
-def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_for_the_status(
-    cache: Cache,
-    tmp_path: Path,
-    processes: Processes,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A detached worker whose container is gone, say: this process has nothing to start another with."""
-    # By its name: sampling processes import this file, and need no torch.
-    monkeypatch.setattr("cachestream.training.pipeline._CHECK_FILLING_S", 0.2)
-    caplog.set_level(logging.WARNING, "cachestream")
-    with script(tmp_path / "filler.py", ATTACHING, cache.path, "detach") as run:
-        assert run.line() == "started"
-        run.tell()
-        run.end()
-    cache.wait(20, DEADLINE_S)
-    with training(cache):
-        pid = supervisor_pid(cache)
-        threading.Event().wait(1.0)
-        assert "without a word" not in of_cachestream(caplog)
-        os.kill(pid, signal.SIGKILL)
-        words = f"its worker (pid {pid}) ended without a word"
-        took_s = wait_until(lambda: words in of_cachestream(caplog), "the loader is told", 60.0)
-        assert took_s < 60.0
-        assert words in cache.status().fill_message
-        assert cache.fill_state() == "stopped"
-    assert of_cachestream(caplog).count(words) == 1
-    processes.wait_until_gone()
-    cs.Worker(cache, None, None).stop()
-    assert not cache.status().fill_message, "who stops it knows"
-    wait_until(lambda: cache.recover() == 0 and not left_files(cache), "killed threads have let go of files")
 
 
 class OnABadDisk(Numbers):

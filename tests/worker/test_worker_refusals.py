@@ -17,7 +17,6 @@ from cachestream import Cache
 from cachestream.errors import ConfigError
 from tests.worker.sources import Numbers
 from tests.worker.support import (
-    DEADLINE_S,
     fill,
 )
 
@@ -81,17 +80,6 @@ def test_an_order_that_says_nothing_of_units_is_refused_by_name(
     with pytest.raises(ConfigError, match=words):
         cs.start_worker(cache, Numbers(20), order=order)
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_cache_filled_from_one_source_refuses_another(cache: Cache) -> None:
-    with cs.start_worker(cache, Numbers(20), num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
-        with pytest.raises(ConfigError, match="from another source"):
-            cs.start_worker(cache, Numbers(20, name="other"))
-    with pytest.raises(ConfigError, match=r"from another source .* 'cachestream clear CACHE'"):
-        cs.start_worker(cache, Numbers(20, name="other"))
-    cache.clear()
-    fill(cache, Numbers(20, name="other"))
 
 
 def test_a_cache_is_not_filled_from_a_mix_with_itself(cache: Cache) -> None:
@@ -163,14 +151,6 @@ def test_what_cannot_work_is_refused_at_once_and_by_name(
     with pytest.raises(ConfigError, match=words):
         cs.start_worker(cache, Numbers(20), **options)  # type: ignore[arg-type]
     assert not cache.has_worker()
-
-
-@pytest.mark.parametrize("timeout_s", ["1", float("nan"), True])
-def test_a_deadline_that_is_no_number_is_refused_at_once(cache: Cache, timeout_s: Any) -> None:
-    worker = cs.Worker(cache, None, None)
-    for wait in (worker.wait, worker.stop):
-        with pytest.raises(ConfigError, match=r"^timeout_s=.*: give seconds$"):
-            wait(timeout_s)
 
 
 def test_a_source_that_does_not_pickle_is_named(cache: Cache) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.storage.filling import RESTS, WAITS
 from cachestream.transport.metering import Throttle
 from tests.storage.support import disk_bytes
 from tests.worker.sources import Numbers, TwoLarge
-from tests.worker.support import DEADLINE_S, failures_of, fill, in_use, keys_of, only_once, wait_until
+from tests.worker.support import DEADLINE_S, failures_of, fill, in_use, only_once, wait_until
 
 MB = 1_000_000
 
@@ -38,77 +35,6 @@ def evicted(cache: Cache) -> int:
     return cache.status().evicted_samples
 
 
-def test_data_larger_than_the_cache_turns_over_within_the_limit_and_no_key_comes_twice(
-    tmp_path: Path, cache: Cache
-) -> None:
-    cache.size_limit = 2 * MB
-    journal = tmp_path / "journal"
-    source = Numbers(200, nbytes=20_000, journal=str(journal))  # 4 MB
-    with cs.start_worker(cache, source, num_workers=2), in_use(cache):
-        within(cache, 2 * MB, lambda: cache.status().pass_number >= 3, "a third pass")
-        for _ in range(8):
-            only_once(cache)
-    assert failures_of(cache) == {}
-    assert set(map(int, journal.read_text().split())) == set(range(200))
-    assert cache.status().evicted_unused_samples == 0
-
-
-@pytest.mark.e2e
-def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
-    tmp_path: Path, cache: Cache
-) -> None:
-    cache.size_limit = 2 * MB
-    journal = tmp_path / "journal"
-    with cs.start_worker(cache, Numbers(None, nbytes=10_000, journal=str(journal)), num_workers=2) as worker:
-        assert worker.wait(DEADLINE_S), "nothing more comes by itself"
-        assert (cache.fill_state(), cache.status().fill_message) == ("full", RESTS)
-        with pytest.raises(cs.NotEnoughSamplesError, match="no more fit into its size_limit of 2 MB"):
-            cache.wait(10_000, DEADLINE_S)
-        time.sleep(0.5)  # what was in flight has come
-        read, have = journal.read_text(), cache.num_samples
-        time.sleep(1.0)
-        assert (journal.read_text(), cache.num_samples, evicted(cache)) == (read, have, 0)
-        _, first = cache.take_snapshot(turnover=0.25)
-        wait_until(
-            lambda: cache.status().fill_message == WAITS, "an epoch uses it all: the next one is waited for"
-        )
-        assert cache.fill_state() == "filling"
-        assert evicted(cache) == 0
-        snapshot, second = cache.take_snapshot(turnover=0.25)
-        assert 0.5 * have < snapshot.num_samples < 0.8 * have
-        first.release()
-        wait_until(lambda: evicted(cache) >= 0.2 * have, "what the second one left is replaced")
-        wait_until(lambda: cache.status().epoch_waits >= 2, "and then the third one is waited for")
-        second.release()
-    status = cache.status()
-    assert status.evicted_unused_samples == 0
-    assert (status.fill_state, status.fill_message) == ("stopped", "")
-
-
-@pytest.mark.e2e
-def test_a_complete_cache_rests_and_the_next_starts_fetch_only_what_is_not_cached(
-    tmp_path: Path, cache: Cache
-) -> None:
-    journal = tmp_path / "journal"
-    source = Numbers(100, 2, nbytes=5_000, journal=str(journal))
-    for _ in range(2):
-        with cs.start_worker(cache, source, num_workers=2, shard_size="100KB") as worker:
-            assert worker.wait(DEADLINE_S)
-            assert worker.is_alive(), "it rests"
-            assert cache.fill_state() == "complete"
-        assert len(journal.read_text().split()) == 100
-    cache.evict(to=cache.size_bytes - 500_000)
-    lost, kept = source.keys() - only_once(cache), cache.num_shards
-    assert lost
-    fill(cache, source, num_workers=2, shard_size="100KB")
-    assert only_once(cache) == source.keys()
-    fetched = set(journal.read_text().split()[100:])
-    missing = {key.partition("/")[0] for key in lost}
-    assert missing <= fetched
-    # A shard may be published before its last unit has said that there is no more: then that is asked again.
-    assert len(fetched - missing) <= kept
-
-
 @pytest.mark.e2e
 def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
     """Shards end in the middle of units, and the older one goes first."""
@@ -123,31 +49,6 @@ def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
                 "what was evicted is fetched again",
             )
             assert only_once(cache) == source.keys()
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("when_full", ["wait", "stop"])
-def test_a_full_cache_is_left_as_it_is_and_filled_on_when_the_limit_is_raised(
-    cache: Cache, when_full: str
-) -> None:
-    cache.size_limit = 2 * MB
-    source = Numbers(200, nbytes=20_000)  # 4 MB
-    worker = cs.start_worker(cache, source, num_workers=2, when_full=when_full)
-    within(cache, 2 * MB, lambda: cache.fill_state() == "full", "it is full")
-    if when_full == "stop":
-        wait_until(lambda: not worker.is_alive(), "it has stopped")
-        assert worker.wait(0.0)
-        assert cache.fill_state() == "full"
-    assert evicted(cache) == 0
-    kept = only_once(cache)
-    cache.size_limit = 20 * MB
-    if when_full == "stop":
-        worker.close()
-        worker = cs.start_worker(cache, source, num_workers=2)
-    assert worker.wait(DEADLINE_S)
-    worker.close()
-    assert only_once(cache) == source.keys() > kept
-    assert evicted(cache) == 0
 
 
 def test_eviction_none_fills_once(tmp_path: Path, cache: Cache) -> None:
@@ -189,32 +90,6 @@ def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache)
     assert failures_of(cache) == {}
 
 
-def test_leased_shards_are_waited_for_and_filling_goes_on_when_they_are_free(cache: Cache) -> None:
-    cache.size_limit = 2 * MB
-    leases = []
-    try:
-        with cs.start_worker(cache, Numbers(None, nbytes=10_000), num_workers=1) as worker:
-            within(cache, 2 * MB, lambda: cache.fill_state() == "full", "it is full")
-
-            def waits() -> bool:
-                leases.append(cache.take_snapshot()[1])  # until what comes in is leased, too
-                status = worker.status().worker
-                return status is not None and "waiting for space" in status.states
-
-            within(cache, 2 * MB, waits, "nothing can go")
-            snapshot, lease = cache.take_snapshot()
-            leases.append(lease)
-            with cache.catalogue.reading() as tables:
-                assert set(snapshot.shard_ids.tolist()) <= tables.shard_ids()
-            before = evicted(cache)
-            for lease in leases:
-                lease.release()
-            within(cache, 2 * MB, lambda: evicted(cache) > before, "it goes on")
-    finally:
-        for lease in leases:
-            lease.release()
-
-
 def test_what_was_fetched_under_an_earlier_bandwidth_limit_holds_nothing_up(cache: Cache) -> None:
     mistyped = Throttle(cache.directory.worker_file("budget"), 1.0)
     assert mistyped.reserve(10_000_000) > 1_000_000, "seconds"
@@ -248,29 +123,6 @@ def test_the_bandwidth_limit_holds_for_all_processes_together(cache: Cache) -> N
         if other[0] > one[2] + 1
     ]
     assert max(stretches) > 0.5 * MB
-
-
-def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
-    cache.size_limit = 2 * MB
-
-    def draw(rng: np.random.Generator) -> dict[str, object]:
-        return {"window": rng.random(500)}
-
-    with cs.start_worker(cache, cs.CallableSource(draw), num_workers=2) as worker, in_use(cache):
-        within(cache, 2 * MB, lambda: evicted(cache) > 100, "it turns over")
-        assert worker.status().pass_done is None
-    keys = keys_of(cache)
-    assert max(keys.values()) == 1
-
-
-def test_a_wait_that_is_too_short_says_how_far_the_filling_is(cache: Cache) -> None:
-    with (
-        cs.start_worker(cache, Numbers(None, pause_s=0.5), num_workers=1) as worker,
-        pytest.raises(TimeoutError, match=r"not complete within 0\.2 s; wait longer") as caught,
-    ):
-        worker.wait(0.2)
-    assert isinstance(pickle.loads(pickle.dumps(caught.value)), cs.WorkerTimeoutError)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize("in_rows", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from cachestream import Cache, EpochLoader
-from tests.training.conftest import NewCache, NewJob
+from tests.training.conftest import NewCache
 
 
 def noisy(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
@@ -39,44 +38,6 @@ def run(cache: Cache, epochs: int = 2, **options: Any) -> tuple[list[list[float]
                 drawn += noise_of([batch])
                 dropped.append(dropout(torch.ones(8)).tolist())
     return drawn, dropped
-
-
-def test_runs_draw_the_same_each_batch_its_own_and_so_does_the_trainer(new_cache: NewCache) -> None:
-    cache = new_cache(4, 10)
-    drawn, dropped = run(cache)
-    assert len(drawn) == len({tuple(one) for one in drawn}) == 20
-    torch.manual_seed(0)
-    assert dropped == [torch.nn.functional.dropout(torch.ones(8)).tolist() for _ in dropped]
-    for options in ({}, {"prefetch": 1}, {"prefetch": 16}, {"with_keys": True}):
-        assert run(cache, **options) == (drawn, dropped)
-    assert run(cache, seed=1)[0] != drawn
-
-
-def test_a_resume_draws_what_the_rest_of_the_epoch_would_have(new_cache: NewCache) -> None:
-    cache = new_cache(4, 10)
-    with EpochLoader(cache, 4, epoch_size=100, batch_transform=noisy) as loader:
-        whole = noise_of(loader)
-        batches, seen, saved = iter(loader), [], []
-        for batch in batches:
-            seen += noise_of([batch])
-            saved.append(loader.state_dict())
-    assert len({tuple(one) for one in whole + seen}) == 50
-    for step in (1, 9, 10, 17):
-        with EpochLoader(cache, 4, epoch_size=100, batch_transform=noisy) as again:
-            again.load_state_dict(saved[step - 1])
-            assert again.peek()["noise"].tolist() == seen[step]
-            assert noise_of(again) == seen[step:]
-
-
-def test_ranks_draw_each_its_own(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(4, 10)
-
-    def work(rank: int, make: Callable[..., EpochLoader]) -> list[list[float]]:
-        return noise_of(make(cache, 5, batch_transform=noisy))
-
-    first, second = new_job(2).run(work), new_job(2).run(work)
-    assert first == second
-    assert len({tuple(one) for drawn in first for one in drawn}) == 8
 
 
 @pytest.mark.parametrize("transform", [None, noisy, torch.nn.Identity()], ids=["none", "noisy", "module"])
