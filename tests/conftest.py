@@ -36,22 +36,32 @@ LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_
 LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")
 # The files that take longest: one begun last would leave the other processes of a run with nothing to do.
 LONGEST: Final = (
+    "test_crashes.py",
     "test_docs.py",
     "test_sharing.py",
     "test_remote_sampling.py",
+    "test_worker_full_disk.py",
     "test_worker_recovery.py",
     "test_files_remote.py",
+    "test_sources_conformance.py",
+    "test_loader_machine.py",
+    "test_commands_that_fill.py",
+    "test_commands_that_look_ahead.py",
+    "test_start_worker.py",
+    "test_p04_limit.py",
+    "test_p09_resume.py",
+    "test_p08_ranks.py",
     "test_worker_failures.py",
     "test_dashboard.py",
     "test_worker_stalls.py",
     "test_lister_pages.py",
-    "test_commands.py",
-    "test_worker_space.py",
-    "test_checks.py",
     "test_demo.py",
     "test_s3_listing.py",
-    "test_cache_source.py",
+    "test_p01_any_source.py",
+    "test_full_disk.py",
+    "test_catalogue_faults.py",
     "test_kills.py",
+    "test_secrets.py",
 )
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 

@@ -83,6 +83,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{page_id(page)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.e2e
 def test_the_python_of_the_readme_runs_in_a_new_interpreter(tmp_path: Path) -> None:
     (tmp_path / "readme.py").write_text(script_of((ROOT / "README.md").read_text(encoding="utf-8")), "utf-8")
     command = [sys.executable, "-W", "error", "readme.py"]

@@ -88,6 +88,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         _ = cachestream.Cach  # type: ignore[attr-defined]
 
 
+@pytest.mark.e2e
 def test_the_import_is_cheap_and_loads_nothing_heavy() -> None:
     """The contract says 100 ms; of the processor's time, and the best of five: other work may run on the machine."""
     code = (
@@ -100,6 +101,7 @@ def test_the_import_is_cheap_and_loads_nothing_heavy() -> None:
     assert min(float(seconds) for seconds, _ in runs) < 0.1
 
 
+@pytest.mark.e2e
 def test_what_fills_and_inspects_a_cache_does_not_load_torch() -> None:
     names = [
         "Cache",
@@ -117,6 +119,7 @@ def test_what_fills_and_inspects_a_cache_does_not_load_torch() -> None:
     assert run_python(code).splitlines() == [f"{name} False" for name in names]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_stream_stays_the_function_whatever_is_imported_before_it(tmp_path: Path) -> None:
     """A module of the same name would take its place as soon as anyone imported it."""
@@ -235,6 +238,7 @@ def test_the_source_distribution_holds_what_a_build_takes_and_nothing_that_one_h
     assert sdist.stat().st_size < 2_000_000
 
 
+@pytest.mark.e2e
 def test_the_wheel_holds_the_package_with_its_types_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     info = f"cachestream-{cachestream.__version__}.dist-info/"
@@ -246,6 +250,7 @@ def test_the_wheel_holds_the_package_with_its_types_and_nothing_else(wheel: Path
     }
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(not can_compile(), reason="no C compiler, no Python.h, or a Python without the GIL")
 def test_a_wheel_with_the_parts_in_c_is_for_every_python_from_3_10_on_this_kind_of_machine(
     wheel: Path,
@@ -271,6 +276,7 @@ def repaired(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.e2e
 def test_a_repaired_wheel_is_for_every_common_linux_and_carries_no_library(repaired: Path) -> None:
     _, _, python, abi, platforms = repaired.stem.split("-", 4)
     assert (python, abi) == ("cp310", "abi3")

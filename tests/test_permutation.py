@@ -24,6 +24,7 @@ def test_every_small_n_is_permuted_exactly_and_inverted(key: int) -> None:
         assert np.array_equal(permutation.inverse(values), np.arange(n)), n
 
 
+@pytest.mark.e2e
 @given(n=st.integers(1, 2**62 - 1), key=KEYS, data=st.data())
 def test_any_position_of_any_n_is_found_again_by_the_inverse(n: int, key: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), dtype=np.int64)
@@ -64,6 +65,7 @@ def test_keys_differ_when_a_part_or_the_order_of_parts_differs() -> None:
     assert len(keys) == 9
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("n", [6, 50, 1024, 1025, 5000, 10**6])
 def test_values_are_spread_evenly_over_positions_and_independent_of_neighbours(n: int) -> None:
     """Chi-square over 64 cells (position block × value block), and the correlation of neighbours."""

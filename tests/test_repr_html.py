@@ -59,6 +59,7 @@ def test_a_table_takes_its_colours_from_the_page_and_leaves_out_rows_without_a_v
     }
 
 
+@pytest.mark.e2e
 def test_a_cache_and_its_status_show_the_values_of_the_status(cache: cs.Cache) -> None:
     status = cache.status()
     text = status._repr_html_()
@@ -77,6 +78,7 @@ def test_a_cache_and_its_status_show_the_values_of_the_status(cache: cs.Cache) -
     assert rows_of(cache._repr_html_()).keys() == rows_of(text).keys()
 
 
+@pytest.mark.e2e
 def test_a_loader_its_stats_and_its_dataset_show_their_numbers(cache: cs.Cache) -> None:
     with cs.EpochLoader(cache, batch_size=10) as loader:
         assert rows_of(loader.stats._repr_html_())["reuse"] == "–"  # no sample was drawn

@@ -23,6 +23,7 @@ def test_the_options_of_every_source_are_taken(kind: type) -> None:
     assert set(options) - {"weights"} <= set(SOURCE_OPTIONS)  # weights are the loader's
 
 
+@pytest.mark.e2e
 def test_windows_of_an_array_are_streamed_by_its_path(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100.0))
     with cs.stream(
@@ -37,6 +38,7 @@ def test_windows_of_an_array_are_streamed_by_its_path(tmp_path: Path) -> None:
         assert next(iter(loader))["array"].shape == (10, 10)
 
 
+@pytest.mark.e2e
 def test_an_eviction_function_beside_an_open_cache_is_the_one_in_force(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100.0))
     with (

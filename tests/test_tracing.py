@@ -97,6 +97,7 @@ def test_a_trace_shows_every_stage_of_all_processes_on_one_clock(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == ["cache", "photos", "run.json"]
 
 
+@pytest.mark.e2e
 def test_batches_that_threads_in_c_gather_are_shown_in_those_threads(tmp_path: Path) -> None:
     if memory.in_c is None:
         pytest.skip("needs the part in C")
@@ -145,6 +146,7 @@ def test_a_trace_that_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["run.json"]
 
 
+@pytest.mark.e2e
 def test_a_trace_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
     script = "import sys, time, cachestream as cs\ntrace = cs.trace(sys.argv[1])\nfrom cachestream import tracing\nwith tracing.span('nap'): time.sleep(0.01)"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "run.json")], check=True, timeout=DEADLINE_S)

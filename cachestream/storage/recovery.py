@@ -241,6 +241,7 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
             cache.quarantine(shard_id, said or f"shard {shard_id}: missing")
         orphans = _files_to_remove(directory, catalogue)
         stuck = sum(map(_remove_file, orphans)) < len(orphans)
+        cache.enforce_limit()  # which whoever lowered it may have been killed over
     else:
         names = sorted(os.listdir(directory.shards))
         with catalogue.reading() as tables:

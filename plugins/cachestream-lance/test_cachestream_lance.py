@@ -58,6 +58,7 @@ def expect_all(rows: list[dict[str, Any]], count: int = ROWS) -> None:
     assert all(np.array_equal(row["vector"], np.full(8, n, np.float32)) for n, row in enumerate(rows))
 
 
+@pytest.mark.e2e
 def test_rows_come_in_units_of_the_fragments(path: Path) -> None:
     source = LanceSource(path, unit_rows=300)
     assert (source.num_units, source.num_rows) == (5, ROWS)  # 300 + 100, 300 + 100, 200
@@ -94,6 +95,7 @@ def test_a_dataset_on_a_server_is_read_with_the_options_of_s3fs(server: S3Server
     assert server.secret not in f"{source!r}{source.fingerprint}"
 
 
+@pytest.mark.e2e
 def test_a_server_that_is_away_is_tried_again() -> None:
     with run_s3_server() as server:
         lance.write_dataset(table(), server.bucket("tables") / "c.lance")
@@ -123,6 +125,7 @@ def test_rows_with_nulls_are_skipped_or_filled(tmp_path: Path) -> None:
     assert [row["a"] for row in rows_of(LanceSource(tmp_path / "a.lance", nulls={"a": -1}))] == [1, -1, 3]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

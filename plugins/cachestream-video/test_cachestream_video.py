@@ -19,6 +19,8 @@ from cachestream.transport import metering
 from cachestream_video import VideoSource
 from tests.support.s3 import run_s3_server
 
+pytestmark = pytest.mark.e2e
+
 if shutil.which("ffmpeg") is None:
     pytest.skip("FFmpeg is not installed", allow_module_level=True)
 

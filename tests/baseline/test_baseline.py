@@ -49,6 +49,7 @@ def test_a_manifest_of_the_baseline_is_replayed(cache: cs.Cache, recorded: Any) 
         assert [samples_of(batch) for batch in loader] == recorded["epoch"]
 
 
+@pytest.mark.e2e
 def test_a_worker_takes_the_listing_of_the_baseline_and_fetches_nothing_again(cache: cs.Cache) -> None:
     make_remote()
     before = cache.status()
@@ -60,6 +61,7 @@ def test_a_worker_takes_the_listing_of_the_baseline_and_fetches_nothing_again(ca
     assert after.num_units == SAMPLES
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("command", ["status", "verify"])
 def test_json_answers_keep_the_fields_of_the_baseline(cache: cs.Cache, command: str) -> None:
     before = json.loads((FILES / f"{command}.json").read_text())

@@ -163,6 +163,7 @@ def test_sharing_reads_the_data_set_once_and_filling_alone_once_for_each_node(
     assert alone.seen_share == 1.0
 
 
+@pytest.mark.e2e
 @given(node_counts, st.sampled_from(ARRANGEMENTS), st.floats(1.0, 10.0))
 def test_no_arrangement_is_slower_with_more_bandwidth(
     nodes: int, arrangement: Arrangement, faster: float
@@ -177,6 +178,7 @@ def test_no_arrangement_is_slower_with_more_bandwidth(
     assert after.first_s <= before.first_s * (1 + 1e-6) + slow.copy_s
 
 
+@pytest.mark.e2e
 @given(st.integers(2, 40), st.sampled_from(ARRANGEMENTS), st.floats(5e2, 1e5))
 def test_failures_only_add(nodes: int, arrangement: Arrangement, mtbf_s: float) -> None:
     calm = simulate(sized(WHOLE, nodes=nodes), arrangement)
@@ -208,6 +210,7 @@ def test_caches_that_hold_a_part_draw_from_as_much_as_they_hold_together() -> No
     assert 20 * samples < simulate(setup, ALONE).distinct_samples < 80 * samples
 
 
+@pytest.mark.e2e
 @given(st.integers(1, 30), st.integers(2, 6), st.floats(5e2, 1e5))
 def test_no_cache_of_a_group_is_over_its_limit_or_holds_a_shard_twice_though_nodes_fail(
     nodes: int, replicas: int, mtbf_s: float
@@ -274,6 +277,7 @@ def test_nodes_that_ask_idle_neighbours_at_random_take_as_long_as_the_model_says
     assert asked_s == pytest.approx(modelled_s, rel=0.05)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("nodes", [4, 16, 40])
 def test_the_formulas_of_the_guide_give_the_times_of_the_model(nodes: int) -> None:
     setup = sized(WHOLE, nodes=nodes, num_shards=1200, limit_bytes=8_000_000 * 240 + 300_000, unevenness=0.0)

@@ -74,6 +74,7 @@ def keys_in(path: Path) -> list[str]:
         return sorted(keys_of(cache))
 
 
+@pytest.mark.e2e
 def test_a_curriculum_and_a_manifest_are_named_on_the_command_line(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

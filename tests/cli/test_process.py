@@ -40,6 +40,7 @@ from tests.support.forked import run_forked
 pytestmark = pytest.mark.usefixtures("forked")
 
 
+@pytest.mark.e2e
 def test_watching_where_nothing_can_be_drawn_over_writes_lines(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.e2e
 def test_the_command_line_does_not_load_torch() -> None:
     code = "import sys, cachestream.cli.app; print('torch' in sys.modules)"
     assert done(run_code(code)) == "False\n"
@@ -138,6 +140,7 @@ def as_somebody_else() -> None:
         sys.stdout.write(str(error))
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
 def test_a_cache_that_is_somebody_elses_is_not_called_none(cache: Path) -> None:
     fill(cache, 1, 8).close()
@@ -158,6 +161,7 @@ def test_a_path_that_is_no_title_is_plotted_into_the_file_that_is_told(
     assert Path(made).exists()
 
 
+@pytest.mark.e2e
 def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_path: Path) -> None:
     cache = tmp_path / "kä\N{SNOWMAN}sh"
     fill(cache, 1, 8).close()
@@ -196,11 +200,13 @@ main(["--version"])
 """
 
 
+@pytest.mark.e2e
 def test_ctrl_c_while_the_command_is_being_loaded_ends_it_quietly() -> None:
     result = run_code(INTERRUPTED)
     assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
 
 
+@pytest.mark.e2e
 def test_a_command_that_is_started_deaf_to_ctrl_c_stays_so() -> None:
     deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     assert done(run_code(deaf + INTERRUPTED)).startswith("cachestream ")

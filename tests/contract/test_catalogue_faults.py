@@ -169,6 +169,7 @@ with cs.start_worker(cache, numbers, num_workers=1, shard_size=100_000):
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
 def test_a_catalogue_that_the_disk_does_not_read_for_a_while_ends_no_training_and_stays(
     tmp_path: Path,

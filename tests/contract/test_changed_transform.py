@@ -98,6 +98,7 @@ def uses_globals(sample: Any) -> Any:
     return {"x": sample["x"] * SCALE[0] + OPTIONS.size}
 
 
+@pytest.mark.e2e
 def test_each_start_tells_the_samples_of_another_transform_and_going_back_tells_nothing(
     cache: cs.Cache, warned: Warned
 ) -> None:
@@ -330,6 +331,7 @@ class Torn:
         raise KeyError(name)
 
 
+@pytest.mark.e2e
 def test_a_transform_that_holds_what_cannot_be_compared_is_used_all_the_same(cache: cs.Cache) -> None:
     torn = Torn()
     fill(cache, lambda sample: [sample, torn][0])

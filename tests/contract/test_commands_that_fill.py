@@ -87,6 +87,7 @@ def test_a_worker_fills_the_cache_as_its_options_say_and_says_so_on_stderr(
         assert cache.num_samples == 12
 
 
+@pytest.mark.e2e
 def test_a_transform_a_curriculum_and_a_partition_are_those_of_the_users_module(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_what_was_skipped_is_told_with_its_reason_and_a_worker_that_kept_nothing
     assert "transform returned None for 24 samples, which leaves them out" in words
 
 
+@pytest.mark.e2e
 def test_the_environment_gives_options_and_arguments_win(folder: Path, tmp_path: Path) -> None:
     environment = {
         "CACHESTREAM_WORKER_SIZE_LIMIT": "3MB",
@@ -157,6 +159,7 @@ def test_the_environment_gives_options_and_arguments_win(folder: Path, tmp_path:
     assert list(range(0, 24, 2)) == sorted(orders[0]) == sorted(orders[1]) not in orders
 
 
+@pytest.mark.e2e
 def test_a_detached_worker_goes_on_alone_is_seen_and_is_stopped(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "c"
     fill = ("worker", "mine:endless", path, "--size-limit", "100MB", "--min-free", 0, "--detach")

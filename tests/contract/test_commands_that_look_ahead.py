@@ -59,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- diagnose
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("source", "options", "binds"),
     [
@@ -125,6 +126,7 @@ def test_without_a_source_the_machine_is_checked(folder: Path) -> None:
 RUN: Final = ("--size-limit", "20MB", "--batch-size", 32, "--step-time", 0.01, "--seconds", 0.1)
 
 
+@pytest.mark.e2e
 def test_a_run_is_forecast_with_its_egress_its_price_and_a_picture(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     options = ("--days", 0.01, "--bandwidth", "4MB", "--price-per-gb", 0.1, "--turnover", 0.5)
@@ -246,6 +248,7 @@ def test_nobody_reads_a_dashboard_without_its_token(dashboard: str) -> None:
     assert get(f"{base}metrics", Authorization="Bearer a secret+&")[0] == 200
 
 
+@pytest.mark.e2e
 def test_the_metrics_are_those_of_the_guide_with_the_values_of_the_status(
     dashboard: str, filled: Path
 ) -> None:

@@ -175,7 +175,10 @@ def num_changes(
     return count
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(one, marks=[pytest.mark.e2e] if one in {"evict", "repair"} else []) for one in SCENARIOS],
+)
 def test_a_change_that_fails_or_kills_tears_loses_and_doubles_nothing(
     scenario: str, new_path: Callable[[], Path], library: Path, num_changes: Callable[[str], int]
 ) -> None:
@@ -197,6 +200,7 @@ def test_every_change_that_fails_or_kills_tears_loses_and_doubles_nothing(
         crash(scenario, new_path, library, way, at)
 
 
+@pytest.mark.e2e
 def test_a_process_that_is_killed_as_a_shard_gets_its_name_costs_no_sample(
     new_path: Callable[[], Path], library: Path
 ) -> None:
@@ -207,6 +211,7 @@ def test_a_process_that_is_killed_as_a_shard_gets_its_name_costs_no_sample(
     check("fill", path, outcome, 4_000_000)
 
 
+@pytest.mark.e2e
 def test_settings_are_on_the_disk_before_they_take_the_place_of_the_old_ones(
     new_path: Callable[[], Path], library: Path
 ) -> None:

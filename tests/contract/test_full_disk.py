@@ -39,7 +39,7 @@ def mount(path: Path, *arguments: str) -> None:
         pytest.skip(f"no mount here: {done.stderr.strip()}")
 
 
-@pytest.fixture(scope="module", params=["tmpfs", "ext4"])
+@pytest.fixture(scope="module", params=["tmpfs", pytest.param("ext4", marks=pytest.mark.e2e)])
 def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small disk with a cache full of samples, the same for all tests."""
     folder = tmp_path_factory.mktemp("disk")
@@ -148,6 +148,7 @@ def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
+@pytest.mark.e2e
 def test_a_cache_on_a_disk_without_a_free_inode_can_be_made_smaller_and_keeps_its_limit(
     disk_without_inodes: Path,
 ) -> None:

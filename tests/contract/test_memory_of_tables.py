@@ -100,6 +100,7 @@ def test_rows_whose_value_is_above_the_bound_are_counted_and_the_others_are_read
     assert "column 'x' holds more than 2 MB in one object; raise max_object_size=" in failure.reason
 
 
+@pytest.mark.e2e
 def test_the_sizes_of_dictionaries_cost_few_bytes_and_small_ones_leave_batches_large(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     texts = pa.array([f"{i:024}" for i in range(30_000)])

@@ -136,6 +136,7 @@ def packed(path: Path, source: Any, packing: Any) -> tuple[dict[str, dict[str, l
     }, status
 
 
+@pytest.mark.e2e
 def test_documents_are_cut_into_windows_without_a_token_lost_or_double(tmp_path: Path) -> None:
     documents = ["abcdefghij", "k", "", "lmnopqrstuvwxyz", "AB"]
     lines = "".join(json.dumps({"words": text}) + "\n" for text in documents)

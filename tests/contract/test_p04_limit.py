@@ -109,6 +109,7 @@ def test_min_free_of_the_disk_stays_free(tmp_path: Path) -> None:
             cache.wait(1, timeout_s=0.1)
 
 
+@pytest.mark.e2e
 def test_a_worker_that_is_to_stop_at_the_limit_ends_there(tmp_path: Path) -> None:
     with (
         cs.Cache(tmp_path / "c", 1_200_000, min_free=0) as cache,

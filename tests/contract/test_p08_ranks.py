@@ -223,6 +223,7 @@ def streams(remote: list[dict[str, int]], caches: list[Path]) -> tuple[list[int]
         return found, loader.worker.attached, batches
 
 
+@pytest.mark.e2e
 def test_streams_with_a_cache_on_each_rank_read_disjoint_shares_and_with_one_cache_have_one_worker(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -31,6 +31,12 @@ def npy_of(number: int) -> bytes:
 
 
 def decide(path: str, wanted: str | None) -> Answer:
+    """Answer as `rightly`, once a connection: none is left open for others to wait for."""
+    answer = rightly(path, wanted)
+    return Answer(answer.status, answer.body, {**answer.headers, "Connection": "close"})
+
+
+def rightly(path: str, wanted: str | None) -> Answer:
     """Answer by the first part of the path: a status, or files that are right."""
     path = path.partition("?")[0]
     kind, _, name = path.strip("/").partition("/")

@@ -21,6 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cs.Cache]
         yield cache
 
 
+@pytest.mark.e2e
 def test_a_warning_and_the_status_of_the_complete_cache_say_that_it_was_filled_alone(
     cache: cs.Cache, caplog: pytest.LogCaptureFixture
 ) -> None:

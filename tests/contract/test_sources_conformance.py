@@ -137,7 +137,12 @@ def kill(cache: cs.Cache, worker: cs.Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "end"), [("disk", stop), pytest.param("s3", kill, marks=pytest.mark.e2e), ("http", stop)]
+    ("place", "end"),
+    [
+        ("disk", stop),
+        pytest.param("s3", kill, marks=pytest.mark.e2e),
+        pytest.param("http", stop, marks=pytest.mark.e2e),
+    ],
 )
 def test_a_worker_that_ends_in_mid_pass_and_a_cache_that_lost_half_are_completed(
     place: str, end: Callable[[cs.Cache, cs.Worker], None], data: Data, tmp_path: Path

@@ -55,6 +55,7 @@ def test_modules_that_print_do_not_disturb_the_answer_of_the_worker(tmp_path: Pa
     assert "cached [2, 3]" in done.stdout, done.stderr
 
 
+@pytest.mark.e2e
 def test_a_module_in_the_working_directory_does_not_take_the_place_of_a_standard_one(tmp_path: Path) -> None:
     folder, working = tmp_path / "scripts", tmp_path / "working"
     for one in (folder, working):

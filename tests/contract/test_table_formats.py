@@ -105,6 +105,7 @@ def test_a_manifest_a_link_and_a_mixture_that_lead_into_a_table_are_refused(
         assert f"{root}/: is a table of {name}" in refusal(open_it)
 
 
+@pytest.mark.e2e
 def test_the_search_on_s3_lists_nothing_that_lies_beside_an_absent_folder() -> None:
     asked = list[str]()
     entry = '<Contents><Key>{}</Key><Size>1</Size><ETag>"1"</ETag></Contents>'

@@ -192,6 +192,7 @@ def test_the_page_and_the_metrics_say_what_the_status_says(
     assert [(list(one["epoch"]), list(one["samples"])) for one in lengths] == [([0], [600])]
 
 
+@pytest.mark.e2e
 def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:
         source = Numbers(None, nbytes=2_000, pause_s=0.002)
@@ -237,6 +238,7 @@ def test_nobody_reads_without_the_token(tmp_path: Path) -> None:
         assert get(url)[0] == get(f"{url}metrics")[0] == 200
 
 
+@pytest.mark.e2e
 def test_a_cache_that_goes_and_comes_back_is_said_to_be_gone_and_shown_again(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("gone", "stays")]
     for path in paths:
@@ -264,6 +266,7 @@ def has_ipv6() -> bool:
     return False
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
 def test_the_url_of_an_ipv6_address_is_one_that_opens(tmp_path: Path) -> None:
     fill(tmp_path / "cache", 1, 8).close()
@@ -348,6 +351,7 @@ DRAWN = """
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_a_browser_shows_the_page_on_a_light_screen_and_on_a_dark_narrow_one(tmp_path: Path) -> None:
     looks = Look(tmp_path / "wide.png", 1300, dark=False), Look(tmp_path / "narrow.png", 390, dark=True)

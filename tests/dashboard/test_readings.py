@@ -112,6 +112,7 @@ def test_the_lengths_of_epochs_are_those_of_the_loader_that_trains(
     assert list(lengths) == [64, 80]
 
 
+@pytest.mark.e2e
 def test_what_the_page_says_is_escaped(status: CacheStatus) -> None:
     from cachestream.dashboard.page import head_html  # loads Bokeh
 

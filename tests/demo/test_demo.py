@@ -130,6 +130,7 @@ def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
         assert not problems(cache.status(), cache.verify(), wide)
 
 
+@pytest.mark.e2e
 def test_held_out_views_are_not_in_the_remote(tmp_path: Path) -> None:
     train_bytes = make_remote(tmp_path, 2 * PLACES, PLACES)
     trained, held_out = (

@@ -41,6 +41,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert sorted(shown) == cachestream.__all__
 
 
+@pytest.mark.e2e
 def test_every_public_name_and_its_members_have_docstrings(hooks: ModuleType) -> None:
     assert list(hooks.undocumented()) == []
 
@@ -122,6 +123,7 @@ def test_the_reference_describes_integrations_without_their_frameworks(hooks: Mo
     assert text.startswith("## H\n\nA data module")
 
 
+@pytest.mark.e2e
 def test_the_page_of_the_command_line_has_every_command(hooks: ModuleType) -> None:
     text = "\n".join(hooks.command_line())
     assert {"worker", "status", "verify", "diagnose"} <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))

@@ -24,6 +24,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE), run_name="example")
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_the_example_says_what_the_augmentations_cost() -> None:
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -26,6 +26,7 @@ def functions_of(file: Path) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_can_be_planted_and_its_test_exists(fault: Fault) -> None:
     file, text = planted(PACKAGE, fault)
@@ -35,6 +36,7 @@ def test_a_fault_can_be_planted_and_its_test_exists(fault: Fault) -> None:
     assert function in functions_of(ROOT / test)
 
 
+@pytest.mark.e2e
 def test_there_are_sixty_faults_in_all_folders_and_each_breaks_something_else() -> None:
     assert len({fault.breaks for fault in FAULTS}) == len(FAULTS) >= 60
     assert len({planted(PACKAGE, fault)[1] for fault in FAULTS}) == len(FAULTS)

@@ -16,6 +16,8 @@ from tests.support.caches import add_shard, numbered, set_fill_state
 from tests.support.later import Later
 from tests.training.conftest import NewCache
 
+pytestmark = pytest.mark.e2e
+
 if TYPE_CHECKING:
     import accelerate
     import transformers
@@ -134,7 +136,6 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(**settings | options)
 
 
-@pytest.mark.e2e
 def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
@@ -175,7 +176,6 @@ def _then(first: Any, second: Any) -> Any:
     return both
 
 
-@pytest.mark.e2e
 def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, tmp_path: Path) -> None:
     cache = new_cache(3, 8)
     whole, rest = Model(), Model()
@@ -195,7 +195,6 @@ def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, 
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("before", "after", "step"), [(8, 4, 9), (4, 8, 14)])
 def test_a_trainer_resumed_with_another_batch_size_goes_on_with_the_rest_of_the_epoch(
     before: int, after: int, step: int, new_cache: NewCache, tmp_path: Path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cachestream import EpochLoader
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache
+
+pytestmark = pytest.mark.e2e
 
 
 def test_an_iteration_that_nothing_was_taken_of_does_not_cost_an_epoch(new_cache: NewCache) -> None:

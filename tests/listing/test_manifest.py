@@ -150,11 +150,13 @@ def test_extensions_keep_only_files_that_end_so(data: Path) -> None:
         FileSource(Manifest(listed), extensions="jpg")
 
 
+@pytest.mark.e2e
 def test_a_manifest_keeps_the_protocol(data: Path) -> None:
     listed = as_csv(data / "list", list(zip(FILES, LABELS, strict=True)))
     check_source(lambda: cs.open_source(Manifest(listed, label="label")))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("write", [as_tsv, as_parquet])
 def test_a_manifest_beside_its_data_on_s3(
     write: Callable[..., Path], s3_server: S3Server, s3_bucket: Path, tmp_path: Path
@@ -231,6 +233,7 @@ def test_another_content_is_another_listing_under_the_same_name(data: Path) -> N
     assert len({one.listing_digest, labels.listing_digest, names.listing_digest}) == 3
 
 
+@pytest.mark.e2e
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8)))
 def test_names_that_come_one_by_one_are_those_of_a_list(names: list[str]) -> None:
     with mock.patch("cachestream.listing.names._NAMES_PER_BATCH", 2):
@@ -239,6 +242,7 @@ def test_names_that_come_one_by_one_are_those_of_a_list(names: list[str]) -> Non
     assert made.digest == Names(names).digest
 
 
+@pytest.mark.e2e
 def test_a_million_names_cost_their_bytes(tmp_path: Path) -> None:
     """Measured in a process of its own: the highest memory above what importing takes."""
     code = (

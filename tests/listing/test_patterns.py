@@ -89,6 +89,7 @@ def test_two_lists_with_the_same_letters_have_different_digests() -> None:
     assert Names([]).digest != Names([""]).digest
 
 
+@pytest.mark.e2e
 def test_200_000_names_take_little_more_than_their_letters(s3_server: S3Server, s3_bucket: Path) -> None:
     make(s3_bucket, "train/sample-000000.npy")
     url = f"s3://{s3_bucket.name}/train/sample-{{000000..199999}}.npy"
@@ -181,6 +182,7 @@ def test_a_local_path_is_absolute_and_normal(path: str, scheme: str) -> None:
     assert local_path(scheme + path) == os.path.abspath(os.path.expanduser(path))
 
 
+@pytest.mark.e2e
 def test_links_that_form_a_circle_are_followed_once(tmp_path: Path) -> None:
     make(tmp_path, "a/x.bin")
     (tmp_path / "a" / "up").symlink_to(tmp_path)

@@ -58,6 +58,7 @@ def put(bucket: Path, names: list[str]) -> None:
         path.write_bytes(b"x")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("first_names", [7, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("where", "options"),
@@ -105,6 +106,7 @@ def test_objects_that_stand_for_folders_are_no_files(monkeypatch: pytest.MonkeyP
     assert listing.matching(listing.names()) == found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("first_names", [7, None])
 def test_two_stars_at_the_end_reach_into_all_folders_below(server: S3Server, first_names: int | None) -> None:
     options: Any = {"first_names": first_names, "extensions": "*"}
@@ -114,6 +116,7 @@ def test_two_stars_at_the_end_reach_into_all_folders_below(server: S3Server, fir
     )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("first_names", [7, None])
 def test_an_object_whose_name_holds_wildcard_signs_is_meant_by_it_alone(
     server: S3Server, first_names: int | None
@@ -127,12 +130,14 @@ def test_an_object_whose_name_holds_wildcard_signs_is_meant_by_it_alone(
     assert keys(FileSource("s3://signs/[xy].txt", **options)) == ["x.txt"]
 
 
+@pytest.mark.e2e
 def test_every_url_of_a_list_must_find_files(server: S3Server) -> None:
     for typo in ("s3://paged/typo/*.jpg", "s3://paged/typo/"):
         with pytest.raises(SourceError, match=r"typo/.*: no files found"):
             FileSource(["s3://paged/a/*.jpg", typo], storage_options=server.storage_options)
 
 
+@pytest.mark.e2e
 def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server) -> None:
     options = server.storage_options
     visible = sum("/." not in f"/{name}" for name in NAMES)
@@ -149,6 +154,7 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
     assert [*source.first_names, *rest] == [closed.key(unit) for unit in range(len(closed.first_names))]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("where", "names"),
     [
@@ -168,6 +174,7 @@ def test_labels_are_known_before_the_files_are_as_the_folders_beside_the_first_o
     assert source.label_names == names
 
 
+@pytest.mark.e2e
 def test_the_first_batch_needs_one_page_and_one_request_for_the_labels(
     server: S3Server, s3_proxy: FaultyProxy
 ) -> None:
@@ -181,6 +188,7 @@ def test_the_first_batch_needs_one_page_and_one_request_for_the_labels(
     assert s3_proxy.lists == 2
 
 
+@pytest.mark.e2e
 def test_images_in_a_deeper_folder_are_said_to_have_no_label(server: S3Server) -> None:
     source = FileSource("s3://deeper", storage_options=server.storage_options, first_names=100)
     assert source.label_names == ("a", "b")
@@ -195,6 +203,7 @@ def test_images_in_a_deeper_folder_are_said_to_have_no_label(server: S3Server) -
     assert list(source.label_names) == ["a", "b", "z"], "all is listed here"
 
 
+@pytest.mark.e2e
 def test_what_is_wrong_is_said_at_once(server: S3Server) -> None:
     options = server.storage_options
     with pytest.raises(SourceError, match="no files found"):

@@ -119,6 +119,7 @@ def test_an_ftp_server_is_listed_by_folders_as_it_is_at_once(
     same(f"ftp://127.0.0.1/tree{where}", 5, storage_options=server.options, **options)
 
 
+@pytest.mark.e2e
 def test_of_a_server_only_the_folders_of_the_first_names_are_asked_for_and_later_those_of_the_rest(
     server: FTPServer,
 ) -> None:
@@ -140,6 +141,7 @@ def test_of_a_server_only_the_folders_of_the_first_names_are_asked_for_and_later
     assert PASSWORD not in repr(source)
 
 
+@pytest.mark.e2e
 def test_a_connection_that_ends_in_mid_listing_is_no_end_of_the_listing(server: FTPServer) -> None:
     put(server.root / "cut", [f"{folder:02d}/1.bin" for folder in range(9)])
     source = FileSource("ftp://127.0.0.1/cut", storage_options=server.options, first_names=2, label=None)
@@ -157,6 +159,7 @@ def test_a_connection_that_ends_in_mid_listing_is_no_end_of_the_listing(server: 
     assert found == [f"{folder:02d}/1.bin" for folder in range(9)]
 
 
+@pytest.mark.e2e
 def test_an_asynchronous_driver_is_asked_for_the_folders_that_follow_meanwhile() -> None:
     """On S3, whose own way is another one: it is the asynchronous driver at hand."""
     with run_s3_server(fresh=False) as s3:

@@ -42,6 +42,7 @@ def test_all_paths_come_in_the_order_of_sorted_ones(paths: set[str]) -> None:
     assert [is_last for _, is_last in runs] == [False] * (len(runs) - 1) + [True] * bool(runs)
 
 
+@pytest.mark.e2e
 @given(PATHS, st.lists(NAME, min_size=1, max_size=4).map("/".join))
 def test_what_comes_after_a_path_comes_alone_and_no_folder_before_it_is_asked_for(
     paths: set[str], anywhere: str
@@ -55,6 +56,7 @@ def test_what_comes_after_a_path_comes_alone_and_no_folder_before_it_is_asked_fo
             assert folder > last or last.startswith(folder), "all of it lies before"
 
 
+@pytest.mark.e2e
 @given(PATHS)
 def test_the_folders_that_are_said_to_follow_are_asked_for_next_but_for_those_inside_of_them(
     paths: set[str],

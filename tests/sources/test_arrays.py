@@ -99,6 +99,7 @@ def read(source: ArraySource, unit: int = 0, seed: int | None = None) -> tuple[s
 # --- what windows hold -------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dtype", ["?", "u1", "i2", "u2", "f2", "i4", "u4", "i8", "u8", "f8", "c8", "c16"])
 def test_every_type_that_a_cache_can_hold_comes_as_it_is(tmp_path: Path, dtype: str) -> None:
     values = rng().integers(0, 2, (40, 6)).astype(dtype)
@@ -142,6 +143,7 @@ def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path: Path) -> N
         assert read(source, 3)[1]["array"].tolist() == [7] * 30
 
 
+@pytest.mark.e2e
 def test_a_store_that_vanished_is_not_taken_for_fill_values(tmp_path: Path) -> None:
     write_zarr(tmp_path / "a.zarr", IMAGE, CHUNK)
     source = ArraySource(tmp_path / "a.zarr", window=10)
@@ -188,6 +190,7 @@ def pairs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.e2e
 def test_arrays_of_a_dict_are_read_at_one_place(pairs: Path) -> None:
     source = open_source(
         {"image": f"{pairs}/image*.npy", "mask": f"{pairs}/mask{{0..2}}.zarr"},
@@ -208,6 +211,7 @@ def test_arrays_of_a_dict_are_read_at_one_place(pairs: Path) -> None:
     assert max(y for index, y in places if index == 2) > 300
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("weights", "shares"),
     [(None, [0.218, 0.218, 0.564]), ("equal", [1 / 3] * 3), ([1, 0, 3], [0.25, 0, 0.75])],
@@ -218,6 +222,7 @@ def test_weights_say_how_often_an_array_is_drawn(pairs: Path, weights: Any, shar
     np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 2000, shares, atol=0.04)
 
 
+@pytest.mark.e2e
 def test_a_grid_over_several_arrays_holds_each_window_of_each_once(pairs: Path) -> None:
     source = ArraySource(f"{pairs}/mask*.zarr", window=(100, 100), windows="grid")
     assert source.num_units == 12 + 12 + 24
@@ -292,6 +297,7 @@ def test_rows_far_apart_are_read_one_by_one(tmp_path: Path, fetched: list[int]) 
 # --- processes, threads, the protocol ----------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_many_hdf5_files_are_read_from_many_threads_with_few_open(tmp_path: Path) -> None:
     for number in range(40):
         write_hdf5(tmp_path / f"{number:02d}.h5", np.full((20, 4), number), chunks=(5, 4), compression="lzf")
@@ -334,6 +340,7 @@ def test_an_hdf5_file_that_the_user_holds_open_is_read_too(written: Path) -> Non
         assert sample["array"].shape == (10, 400, 3)
 
 
+@pytest.mark.e2e
 def test_heavy_libraries_are_loaded_only_for_what_needs_them(written: Path) -> None:
     script = """
 import sys
@@ -363,6 +370,7 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(
 # --- choosing and refusing ---------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @needs_zarr
 def test_the_ending_or_a_window_chooses_arrays(written: Path) -> None:
     assert type(open_source(written / "c.npy")) is FileSource
@@ -418,6 +426,7 @@ def test_options_that_cannot_work_are_config_errors(written: Path) -> None:
             ArraySource(arrays, **options)
 
 
+@pytest.mark.e2e
 @needs_zarr
 def test_what_is_not_there_is_an_error_that_names_what_is(tmp_path: Path) -> None:
     group = zarr.create_group(str(tmp_path / "g.zarr"))
@@ -492,6 +501,7 @@ def read_damaged(path: Path) -> str:
 SMALL: Final = np.arange(100 * 60, dtype=np.int32).reshape(100, 60)
 
 
+@pytest.mark.e2e
 def test_a_damaged_npy_file_brings_errors_of_ours_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, SMALL)
@@ -501,6 +511,7 @@ def test_a_damaged_npy_file_brings_errors_of_ours_alone(tmp_path: Path) -> None:
         assert str(path) in read_damaged(path)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("options", [{}, {"shards": (50, 60)}, {"zarr_format": 2}], ids=str)
 def test_a_damaged_zarr_array_brings_errors_of_ours_alone(tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "a.zarr"
@@ -538,6 +549,7 @@ print("done")
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("packing", [{}, {"chunks": (25, 30), "compression": "gzip"}], ids=["plain", "gzip"])
 def test_a_damaged_hdf5_file_brings_errors_of_ours_alone(tmp_path: Path, packing: dict[str, Any]) -> None:
     """In a process of its own: HDF5 is a C library, and damaged files may crash it."""

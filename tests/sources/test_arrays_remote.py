@@ -92,6 +92,7 @@ def check(sample: dict[str, Any], values: Any = VALUES) -> None:
 # --- reading -----------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ARRAYS)
 def test_windows_of_objects_are_read_from_sixteen_threads(
     s3_server: S3Server, bucket: Path, name: str
@@ -104,6 +105,7 @@ def test_windows_of_objects_are_read_from_sixteen_threads(
             check(sample)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "requests", "nbytes"),
     [("a.npy", 1, 0), ("a.zarr", 4, 0), ("s.zarr", 12, 5000), ("a.h5::/gzip", 8, 140_000)],
@@ -125,6 +127,7 @@ def test_a_window_costs_few_requests_and_little_beside_its_chunks(
     assert sum(fetched) <= max(band_bytes, 4 * 60 * 50 * 4) + nbytes
 
 
+@pytest.mark.e2e
 def test_wildcards_find_arrays_that_are_folders(s3_server: S3Server, bucket: Path) -> None:
     source = ArraySource(
         f"s3://{bucket.name}/*.zarr", window=10, storage_options=s3_server.storage_options, windows="grid"
@@ -133,6 +136,7 @@ def test_wildcards_find_arrays_that_are_folders(s3_server: S3Server, bucket: Pat
     check(read(source, 119))
 
 
+@pytest.mark.e2e
 def test_latency_overlaps_within_a_window_of_many_chunks(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -143,6 +147,7 @@ def test_latency_overlaps_within_a_window_of_many_chunks(
     assert s3_proxy.in_flight_peak >= 4
 
 
+@pytest.mark.e2e
 def test_large_windows_come_in_parts_at_once(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +184,7 @@ def test_remote_array_sources_keep_the_protocol(s3_server: S3Server, bucket: Pat
 # --- a network that fails ----------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["a.npy", "a.zarr", "a.h5::/gzip"])
 def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_does(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, name: str
@@ -197,6 +203,7 @@ def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_doe
         check(read(source, 5))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_a_part_that_breaks_is_asked_for_again_by_itself(
     s3_server: S3Server,
@@ -222,6 +229,7 @@ def test_a_part_that_breaks_is_asked_for_again_by_itself(
     assert s3_proxy.requests == 8 + 3
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_a_503_while_looking_is_tried_again(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     for name in ("a.npy", "a.zarr"):
@@ -229,6 +237,7 @@ def test_a_503_while_looking_is_tried_again(s3_server: S3Server, s3_proxy: Fault
         check(read(open_through(s3_proxy, s3_server, bucket, name)))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["a.npy", "a.h5::/plain", "a.h5::/gzip"])
 def test_an_object_that_is_replaced_is_noticed(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, name: str
@@ -247,6 +256,7 @@ def test_an_object_that_is_replaced_is_noticed(
         read(source, 7)
 
 
+@pytest.mark.e2e
 def test_what_is_missing_or_forbidden_is_an_error_that_names_it(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -260,6 +270,7 @@ def test_what_is_missing_or_forbidden_is_an_error_that_names_it(
         assert not isinstance(caught.value, SourceUnavailableError)
 
 
+@pytest.mark.e2e
 def test_secrets_show_in_no_text(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     shown: list[str] = []
     for name in ("a.npy", "a.zarr", "a.h5::/lzf"):
@@ -347,6 +358,7 @@ def test_a_web_server_with_ranges_sends_only_them(ranging_server: str, fetched: 
     assert sum(fetched) < VALUES.nbytes // 2
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["a.npy", "a.zarr", "s.zarr", "a.h5::/gzip"])
 def test_a_web_server_without_ranges_serves_too(plain_server: str, name: str) -> None:
     source = ArraySource(f"{plain_server}/{name}", window=(10, 500), windows="grid")
@@ -354,6 +366,7 @@ def test_a_web_server_without_ranges_serves_too(plain_server: str, name: str) ->
         check(read(source, unit))
 
 
+@pytest.mark.e2e
 def test_an_hdf5_file_that_is_garbage_does_not_hold_up_one_that_is_fetched(arrays: Path) -> None:
     _Collecting.files[:] = [h5py.File(f"{n}", "w", driver="core", backing_store=False) for n in range(100)]
     with serving(functools.partial(_Collecting, directory=str(arrays))) as url:
@@ -381,6 +394,7 @@ def test_a_zarr_array_of_version_2_is_read_from_a_web_server(plain_server: str, 
         ArraySource(f"{plain_server}/none.zarr", window=20)
 
 
+@pytest.mark.e2e
 def test_parts_of_files_are_read_by_sftp(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     data = tmp_path / "data"

@@ -78,6 +78,7 @@ def samples_of(source: Any) -> list[Any]:
     return [sample for unit in range(source.num_units) for _, sample in source.read(unit, RNG)]
 
 
+@pytest.mark.e2e
 def test_a_dataset_a_stream_and_a_saved_folder_give_what_parquet_gives(tmp_path: Path, rows: Any) -> None:
     rows.to_parquet(str(tmp_path / "a.parquet"))
     rows.save_to_disk(str(tmp_path / "saved"), num_shards=2)

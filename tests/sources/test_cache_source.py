@@ -151,6 +151,7 @@ def test_the_units_are_the_shards_at_the_opening_and_a_later_pass_brings_those_t
     assert same(contents(filled(tmp_path / "other", later)), contents(original)), "each sample once"
 
 
+@pytest.mark.e2e
 def test_nothing_is_locked_or_written_in_the_other_cache(tmp_path: Path, original: cs.Cache) -> None:
     shutil.copytree(Path(original.path, "shards"), tmp_path / "copy/shards")  # no catalogue, no cache.json
 

@@ -148,6 +148,7 @@ def test_shards_of_a_torch_dataset_are_those_of_a_loader_with_as_many_workers(sh
     assert [shard[0] for shard in found] == list(range(shards))
 
 
+@pytest.mark.e2e
 def test_threads_that_read_shards_at_once_are_each_told_their_own() -> None:
     source = IterableSource(Numbers(4000), shards=8)
     with ThreadPoolExecutor(8) as pool:
@@ -191,6 +192,7 @@ def test_a_pipeline_of_stages_with_lambdas_goes_to_the_background(tmp_path: Path
     assert found == {2 * i: TARS for i in range(SAMPLES)}
 
 
+@pytest.mark.e2e
 def test_the_shards_of_a_hugging_face_stream_are_its_own(tmp_path: Path) -> None:
     streamed = stream(tmp_path)
     source = cs.open_source(streamed)
@@ -202,6 +204,7 @@ def test_the_shards_of_a_hugging_face_stream_are_its_own(tmp_path: Path) -> None
         cs.IterableSource(streamed, shards=4)
 
 
+@pytest.mark.e2e
 def test_a_hugging_face_stream_keeps_its_filters_maps_and_shuffle(tmp_path: Path) -> None:
     streamed = stream(tmp_path).filter(lambda row: row["x"] % 2 == 0).map(lambda row: {"x": -row["x"]})
     source = cs.open_source(streamed.shuffle(seed=1, buffer_size=5))

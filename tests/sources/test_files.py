@@ -99,6 +99,7 @@ def test_all_bytes_are_reported_in_pieces_as_they_arrive(tmp_path: Path, fetched
     assert max(fetched) <= 8 << 20
 
 
+@pytest.mark.e2e
 def test_sixteen_threads_read_what_one_reads(tmp_path: Path) -> None:
     for number in range(64):
         np.save(tmp_path / f"{number:02d}.npy", np.full(5000, number))
@@ -118,6 +119,7 @@ def test_a_source_survives_pickling_with_its_labels(tmp_path: Path) -> None:
     assert read_all(again)["cat/1.png"]["label"] == 0
 
 
+@pytest.mark.e2e
 def test_a_synchronous_filesystem_is_read_from_many_threads() -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe({f"/data/{number}.txt": str(number).encode() for number in range(10)})
@@ -156,6 +158,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     thread.join(60)
 
 
+@pytest.mark.e2e
 def test_the_page_of_a_web_folder_is_no_sample_and_its_address_with_a_slash_is_told(
     tmp_path: Path, web: str
 ) -> None:
@@ -166,6 +169,7 @@ def test_the_page_of_a_web_folder_is_no_sample_and_its_address_with_a_slash_is_t
     assert read_all(FileSource(f"{web}/d/1")) == {"1": {"data": b"<title>Index</title>"}}
 
 
+@pytest.mark.e2e
 def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str) -> None:
     (tmp_path / "d").mkdir()
     for number in range(3):
@@ -180,6 +184,7 @@ def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str)
     assert "CANARY" not in str(caught.value)
 
 
+@pytest.mark.e2e
 def test_links_with_queries_are_told_from_those_of_other_kinds_of_files(tmp_path: Path, web: str) -> None:
     (tmp_path / "d").mkdir()
     for number in range(1, 3):

@@ -58,6 +58,7 @@ def source_through(
 # --- reading -----------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_bucket_is_read_from_sixteen_threads(s3_server: S3Server, bucket: Path) -> None:
     source = FileSource(f"s3://{bucket.name}", storage_options=s3_server.storage_options)
     with ThreadPoolExecutor(16) as pool:
@@ -66,6 +67,7 @@ def test_a_bucket_is_read_from_sixteen_threads(s3_server: S3Server, bucket: Path
     assert all((sample["array"] == int(key[-7:-4])).all() for key, sample in found.items())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("path", "count"),
     [("/odd", 20), ("/odd/", 20), ("/odd/00*.npy", 5), ("/*/*.npy", 40), ("/**/01?.npy", 10), ("/odd/001.npy", 1),
@@ -79,6 +81,7 @@ def test_folders_wildcards_ranges_and_single_objects_are_found(
     assert read_one(source)[1]["array"].shape == (2500,)
 
 
+@pytest.mark.e2e
 def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -90,6 +93,7 @@ def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(
     assert s3_proxy.connections == 1
 
 
+@pytest.mark.e2e
 def test_latency_overlaps_between_threads(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     read_one(source)
@@ -99,12 +103,14 @@ def test_latency_overlaps_between_threads(s3_server: S3Server, s3_proxy: FaultyP
     assert s3_proxy.in_flight_peak >= 12
 
 
+@pytest.mark.e2e
 def test_an_empty_object_is_empty_data(s3_server: S3Server, s3_bucket: Path) -> None:
     (s3_bucket / "empty.bin").write_bytes(b"")
     source = FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
     assert read_one(source) == ("empty.bin", {"data": b""})
 
 
+@pytest.mark.e2e
 def test_a_large_object_is_reported_piece_by_piece(
     s3_server: S3Server, s3_bucket: Path, large: npt.NDArray[np.uint8], fetched: list[int]
 ) -> None:
@@ -152,6 +158,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("no_credentials")
 def test_credentials_come_from_the_environment(
     s3_server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +170,7 @@ def test_credentials_come_from_the_environment(
     assert read_one(FileSource(f"s3://{bucket.name}"))[0] == "even/000.npy"
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("no_credentials")
 def test_credentials_come_from_the_usual_aws_files(s3_server: S3Server, bucket: Path, tmp_path: Path) -> None:
     (tmp_path / "credentials").write_text(
@@ -193,6 +201,7 @@ def test_wrong_credentials_are_an_error_that_says_where_to_put_right_ones(
     assert s3_proxy.requests <= 2  # no retry storm
 
 
+@pytest.mark.e2e
 def test_credentials_that_become_invalid_fail_the_source_not_the_sample(
     s3_server: S3Server, bucket: Path
 ) -> None:
@@ -203,6 +212,7 @@ def test_credentials_that_become_invalid_fail_the_source_not_the_sample(
     assert type(caught.value) is SourceError
 
 
+@pytest.mark.e2e
 def test_options_of_the_user_win_over_ours(s3_server: S3Server, bucket: Path) -> None:
     options = s3_server.storage_options | {"config_kwargs": {"read_timeout": 3}, "use_listings_cache": True}
     source = FileSource(f"s3://{bucket.name}", storage_options=options)
@@ -220,6 +230,7 @@ def test_an_option_that_the_driver_does_not_know_is_a_config_error(s3_server: S3
 # --- what is not there -------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -245,11 +256,13 @@ def test_what_is_missing_is_an_error_at_once_that_names_it(
     assert time.monotonic() - start < 60, "it was tried again"
 
 
+@pytest.mark.e2e
 def test_an_empty_bucket_is_an_error(s3_server: S3Server, s3_bucket: Path) -> None:
     with pytest.raises(SourceError, match="no files found"):
         FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
 
 
+@pytest.mark.e2e
 def test_an_object_that_vanished_fails_as_one_sample_with_one_request(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -264,11 +277,13 @@ def test_an_object_that_vanished_fails_as_one_sample_with_one_request(
 # --- a network that fails ----------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_503_while_listing_is_tried_again(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     s3_proxy.answer_busy(2)
     assert source_through(s3_proxy, s3_server, bucket).num_units == 40
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fault", ["busy", "refuse"])
 def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_does(
     s3_server: S3Server,
@@ -295,6 +310,7 @@ def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_doe
     assert read_one(source)[0] == "even/000.npy"
 
 
+@pytest.mark.e2e
 def test_an_endpoint_that_does_not_exist_is_unavailable_at_open(
     s3_server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +320,7 @@ def test_an_endpoint_that_does_not_exist_is_unavailable_at_open(
         FileSource(f"s3://{bucket.name}", storage_options=options)
 
 
+@pytest.mark.e2e
 def test_a_hanging_request_ends_at_the_read_timeout_and_shows_life_until_then(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -322,6 +339,7 @@ def test_a_hanging_request_ends_at_the_read_timeout_and_shows_life_until_then(
     assert len(beats) >= 2
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_a_trickling_body_is_given_up(
     s3_server: S3Server,
@@ -341,6 +359,7 @@ def test_a_trickling_body_is_given_up(
     assert read_one(source)[1]["data"] == large.tobytes()
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("fault", ["reset", "truncate"])
 def test_a_broken_body_is_resumed_where_it_broke(
@@ -359,6 +378,7 @@ def test_a_broken_body_is_resumed_where_it_broke(
     assert sum(fetched) == LARGE_BYTES  # nothing was fetched twice
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_a_body_that_breaks_for_ever_is_unavailable_after_few_tries(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
@@ -372,6 +392,7 @@ def test_a_body_that_breaks_for_ever_is_unavailable_after_few_tries(
     assert read_one(source)[1]["data"] == large.tobytes()
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_an_object_overwritten_while_it_is_read_comes_whole_from_one_version(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
@@ -398,6 +419,7 @@ def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_object, "STREAM_BYTES", 4 << 20)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_streams", "short_waits")
 @pytest.mark.parametrize("fault", [None, "reset", "truncate"])
 def test_the_rest_of_a_large_object_comes_in_parts_of_which_several_are_on_their_way(
@@ -419,6 +441,7 @@ def test_the_rest_of_a_large_object_comes_in_parts_of_which_several_are_on_their
     assert s3_proxy.requests == 5 + (2 if fault else 0)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_streams", "short_waits")
 def test_a_large_object_overwritten_between_its_parts_comes_whole_from_one_version(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
@@ -461,6 +484,7 @@ def test_a_limit_of_the_bytes_a_request_may_ask_for_holds_for_every_request(
 # --- secrets -----------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_secrets_show_in_no_text(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     shown = [repr(source), str(source), repr(source._remote), source.fingerprint, source.listing_digest]

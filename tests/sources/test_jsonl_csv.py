@@ -80,6 +80,7 @@ def test_lines_come_once_however_a_file_is_cut_into_ranges(
     assert [sample["i"] for sample in samples_of(source)] == list(range(20))
 
 
+@pytest.mark.e2e
 def test_ranges_of_a_file_on_s3_are_units(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RANGE_BYTES", 1000)
     body = "".join(json.dumps({"i": i}) + "\n" for i in range(500)).encode()
@@ -93,6 +94,7 @@ def test_ranges_of_a_file_on_s3_are_units(s3_server: S3Server, monkeypatch: pyte
     assert [sample["i"] for sample in samples_of(source)] == [*range(500), *range(500)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ending", "pack"),
     [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstandard.compress)],

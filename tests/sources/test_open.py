@@ -93,6 +93,7 @@ def test_a_datasets_fingerprint_names_its_class_length_and_own_fingerprint() -> 
     assert open_source(named).fingerprint == plain.fingerprint + ":v2"
 
 
+@pytest.mark.e2e
 def test_who_waits_for_a_slow_call_shows_life() -> None:
     started, finish = threading.Event(), threading.Event()
 
@@ -201,6 +202,7 @@ print(json.dumps([fingerprint_of(f) for f in (sample, Draw(), functools.partial(
 """
 
 
+@pytest.mark.e2e
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     found = [
         json.loads(subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env={"PYTHONHASHSEED": seed},
@@ -235,6 +237,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.e2e
 def test_a_function_of_the_main_script_is_the_same_in_a_process_that_it_spawns(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SPAWNING)
     done = subprocess.run(
@@ -244,6 +247,7 @@ def test_a_function_of_the_main_script_is_the_same_in_a_process_that_it_spawns(t
     assert spawned == here
 
 
+@pytest.mark.e2e
 def test_opening_sources_loads_neither_torch_nor_any_driver() -> None:
     script = (
         "import sys, cachestream.sources.open as o; o.open_source('cachestream');"
@@ -255,6 +259,7 @@ def test_opening_sources_loads_neither_torch_nor_any_driver() -> None:
     assert done.stdout.strip() == b"[]"
 
 
+@pytest.mark.e2e
 def test_listing_is_done_once_and_not_by_the_children(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.bin").write_bytes(b"1")

@@ -304,6 +304,7 @@ def open_files() -> set[int]:
     return {id(one) for one in gc.get_objects() if issubclass(type(one), SeekableFile)}
 
 
+@pytest.mark.e2e
 def test_nothing_of_a_row_group_stays_in_memory(tmp_path: Path) -> None:
     pq.write_table(wide_table(1000), tmp_path / "a.parquet", row_group_size=100)
     source = ParquetSource(str(tmp_path))
@@ -406,6 +407,7 @@ def test_a_column_that_no_row_can_be_read_from_is_refused_at_once(tmp_path: Path
     assert len(read_all(ParquetSource(tmp_path, columns=["c"]))) == 2
 
 
+@pytest.mark.e2e
 def test_pyarrow_is_named_where_it_is_missing_and_loaded_only_when_needed(tmp_path: Path) -> None:
     script = """
 import sys
@@ -477,6 +479,7 @@ print(came > 0, refused > 0)
 """
 
 
+@pytest.mark.e2e
 def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path) -> None:
     """In a process of its own with limited memory: pyarrow is a C++ library, and damaged files may crash it."""
     generator = np.random.default_rng(0)
@@ -495,6 +498,7 @@ def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr[-3000:]
 
 
+@pytest.mark.e2e
 def test_damaged_metadata_of_a_column_chunk_do_not_end_the_process(tmp_path: Path) -> None:
     """`RowGroupMetaData.column` of pyarrow aborts it, for example if a histogram of levels is too long."""
     pq.write_table(pa.table({"l": [[1], [2, 3]] * 50}), tmp_path / "a.parquet")
@@ -526,6 +530,7 @@ def test_what_is_no_parquet_file_is_said_to_be_none(tmp_path: Path, content: byt
 # --- S3 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_row_groups_are_read_from_s3_in_few_requests(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, fetched: list[int]
 ) -> None:
@@ -547,6 +552,7 @@ def test_row_groups_are_read_from_s3_in_few_requests(
         list(source.read(0, RNG))
 
 
+@pytest.mark.e2e
 def test_a_file_smaller_than_the_end_that_is_asked_for_is_read_from_s3(
     s3_server: S3Server, s3_bucket: Path
 ) -> None:
@@ -559,6 +565,7 @@ def test_a_file_smaller_than_the_end_that_is_asked_for_is_read_from_s3(
         ParquetSource(f"s3://{s3_bucket.name}/empty.parquet", storage_options=options)
 
 
+@pytest.mark.e2e
 def test_an_outage_in_a_row_group_is_unavailable_and_secrets_show_nowhere(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:
@@ -577,6 +584,7 @@ def test_an_outage_in_a_row_group_is_unavailable_and_secrets_show_nowhere(
     assert not [text for text in shown if "CANARY" in text]
 
 
+@pytest.mark.e2e
 def test_a_row_group_whose_pieces_do_not_come_does_not_stay_in_memory(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

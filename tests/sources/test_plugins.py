@@ -98,6 +98,7 @@ def test_two_packages_with_one_name_are_refused(install: Install) -> None:
         cs.open_source("a.pair")
 
 
+@pytest.mark.e2e
 def test_a_decoder_reads_files_and_members_of_tars_in_the_worker_s_processes(
     install: Install, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_decoder_that_cannot_be_imported_stops_the_worker(install: Install, tm
         list(cs.open_source(tmp_path / "a.dbl").read(0, np.random.default_rng()))
 
 
+@pytest.mark.e2e
 def test_plug_ins_are_not_looked_for_where_built_in_formats_serve(tmp_path: Path) -> None:
     script = f"""
 import numpy as np

@@ -247,6 +247,7 @@ def test_zstd_without_its_package_is_refused_with_the_packages_name(
 # --- one pass, bounded memory ------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_large_tar_is_read_in_little_memory_each_byte_once(tmp_path: Path, fetched: list[int]) -> None:
     make(tmp_path / "1.tar", numbered(600, 100_000))
     source = TarSource(tmp_path)
@@ -296,6 +297,7 @@ def test_members_are_those_that_the_standard_library_finds(
 # --- visits ------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @given(
     st.lists(st.integers(0, 4000), min_size=1, max_size=60),
     st.integers(1, 12),
@@ -321,6 +323,7 @@ def test_visits_together_give_every_sample_once_wherever_the_cuts_fall(
     assert list(read_all(source)) == list(whole)
 
 
+@pytest.mark.e2e
 def test_a_visit_reads_its_share_and_little_more(tmp_path: Path) -> None:
     make(tmp_path / "1.tar", numbered(2000, 10_000))
     source = TarSource(tmp_path, samples_per_visit=100)

@@ -66,6 +66,7 @@ def header(name: str, size: bytes | int, kind: bytes = b"0") -> bytes:
 # --- truncated and damaged ---------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_tar_cut_anywhere_gives_the_whole_samples_before_the_cut_and_says_so(tmp_path: Path) -> None:
     data = tar_bytes(FILES)
     sample_bytes = 3 * BLOCK + 2 * BLOCK  # two headers, one block and two
@@ -104,6 +105,7 @@ def quick_xz(data: bytes) -> bytes:
     return lzma.compress(data, preset=0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("pack", [gzip.compress, quick_xz, zstandard.compress], ids=["gz", "xz", "zst"])
 def test_a_packed_tar_cut_anywhere_gives_samples_from_its_begin(tmp_path: Path, pack: Any) -> None:
     rng = random.Random(0)
@@ -121,6 +123,7 @@ def test_a_packed_tar_cut_anywhere_gives_samples_from_its_begin(tmp_path: Path, 
     assert most > 10
 
 
+@pytest.mark.e2e
 @given(st.lists(st.tuples(st.integers(0), st.integers(0, 7)), min_size=1, max_size=4), st.booleans())
 def test_flipped_bits_cost_samples_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], in_visits: bool
@@ -141,6 +144,7 @@ def test_flipped_bits_cost_samples_and_nothing_else(
     assert len(changed) <= 2 * len(flips)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, zstandard.compress], ids=["gz", "xz", "zst"])
 def test_flipped_bits_of_packed_tars_do_no_harm(tmp_path: Path, pack: Any) -> None:
     data, rng = pack(tar_bytes(FILES)), random.Random(1)
@@ -160,6 +164,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
     assert problem or data.startswith(bytes(BLOCK)) or data == b""
 
 
+@pytest.mark.e2e
 @given(st.data())
 def test_headers_of_any_content_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -271,6 +276,7 @@ def test_an_extended_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         assert (found, "an extended header of 5,242,880 bytes" in problem) == ({}, True)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("pack", [gzip.compress, quick_xz, zstandard.compress], ids=["gz", "xz", "zst"])
 def test_a_packed_bomb_is_given_up_at_the_bound_in_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any

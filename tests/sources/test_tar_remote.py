@@ -62,6 +62,7 @@ def fetched_while(read: Any) -> tuple[Any, int]:
 # --- S3 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_tar_is_read_in_one_request_each_byte_once(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_tar_is_read_in_one_request_each_byte_once(
     assert s3_proxy.requests == 1
 
 
+@pytest.mark.e2e
 def test_small_tars_cost_one_request_each_on_a_connection_that_is_used_again(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_small_tars_cost_one_request_each_on_a_connection_that_is_used_again(
     assert s3_proxy.connections == 1
 
 
+@pytest.mark.e2e
 def test_an_empty_object_is_a_truncated_tar(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:
@@ -92,6 +95,7 @@ def test_an_empty_object_is_a_truncated_tar(
     assert (found, "truncated: it ends after 0 bytes" in problem) == ({}, True)
 
 
+@pytest.mark.e2e
 def test_visits_over_s3_give_every_sample_once_and_fetch_their_share(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -102,6 +106,7 @@ def test_visits_over_s3_give_every_sample_once_and_fetch_their_share(
     assert fetched_bytes < 1.5 * (bucket / "a.tar").stat().st_size
 
 
+@pytest.mark.e2e
 def test_small_visits_fetch_little_that_belongs_to_others(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:
@@ -115,6 +120,7 @@ def test_small_visits_fetch_little_that_belongs_to_others(
     assert s3_proxy.requests < 2 * source.num_units
 
 
+@pytest.mark.e2e
 def test_the_first_samples_of_a_tar_come_while_the_rest_is_on_its_way(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +133,7 @@ def test_the_first_samples_of_a_tar_come_while_the_rest_is_on_its_way(
     assert [sample["cls"] for _, sample in samples] == list(range(5, SAMPLES))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("fault", ["reset", "truncate"])
 def test_a_tar_that_breaks_is_resumed_and_no_sample_comes_twice(
@@ -141,6 +148,7 @@ def test_a_tar_that_breaks_is_resumed_and_no_sample_comes_twice(
     assert found == [(f"a.tar#{n:05d}", n) for n in range(SAMPLES)]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_a_remote_that_goes_away_in_the_middle_is_unavailable(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
@@ -155,6 +163,7 @@ def test_a_remote_that_goes_away_in_the_middle_is_unavailable(
     assert len(read_all(source)) == SAMPLES
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 def test_a_tar_that_is_overwritten_is_not_mixed_from_two(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
@@ -171,6 +180,7 @@ def test_a_tar_that_is_overwritten_is_not_mixed_from_two(
     assert set(found) == {50_000}
 
 
+@pytest.mark.e2e
 def test_wrong_credentials_fail_the_source_without_a_storm(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
 ) -> None:
@@ -249,6 +259,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.e2e
 def test_a_web_server_is_asked_once(web: str) -> None:
     source = TarSource(f"{web}/a.tar?sig=CANARY")
     assert "CANARY" not in source.fingerprint + repr(source)
@@ -258,6 +269,7 @@ def test_a_web_server_is_asked_once(web: str) -> None:
     assert fetched_bytes > 15_000_000
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("without_ranges", [False, True])
 def test_a_web_answer_that_breaks_is_resumed_with_ranges_and_without(
@@ -271,6 +283,7 @@ def test_a_web_answer_that_breaks_is_resumed_with_ranges_and_without(
     assert Handler.breaks == []
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("breaks", [[], [20_000, 3_000]])
 def test_a_web_file_that_was_packed_on_its_way_is_unpacked_to_its_end(
@@ -282,6 +295,7 @@ def test_a_web_file_that_was_packed_on_its_way_is_unpacked_to_its_end(
     assert [sample["cls"] for sample in found.values()] == list(range(SAMPLES))
 
 
+@pytest.mark.e2e
 def test_a_part_of_a_web_file_that_was_packed_on_its_way_is_refused(web: str, tmp_path: Path) -> None:
     (tmp_path / "a.npy.gz").write_bytes(gzip.compress(bytes(100_000)))
     url = f"{web}/a.npy.gz?sig=CANARY"
@@ -297,6 +311,7 @@ def test_a_part_of_a_web_file_that_was_packed_on_its_way_is_refused(web: str, tm
     assert "CANARY" not in str(caught.value)
 
 
+@pytest.mark.e2e
 def test_a_tar_that_is_not_there_is_a_sample_error(web: str, tmp_path: Path) -> None:
     source = TarSource(f"{web}/a.tar")
     (tmp_path / "a.tar").unlink()
@@ -359,6 +374,7 @@ def test_the_evicted_beginning_of_a_tar_comes_again_without_the_rest(
         assert lost_bytes <= fetched_bytes() - before_bytes <= lost_bytes + 4_000_000  # of 15 MB
 
 
+@pytest.mark.e2e
 def test_a_damaged_tar_costs_a_worker_what_lies_behind_the_damage_and_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "tars"
     folder.mkdir()
@@ -377,6 +393,7 @@ def test_a_damaged_tar_costs_a_worker_what_lies_behind_the_damage_and_is_told(tm
     assert "truncated: it ends after 20,580 bytes" in failure.reason
 
 
+@pytest.mark.e2e
 def test_arrays_of_tars_train(tmp_path: Path) -> None:
     make(tmp_path / "1.tar", numbered(40))
     loader = cs.stream(

@@ -118,6 +118,7 @@ def expect_samples(
             assert getattr(sample[name], "dtype", bytes) == getattr(value, "dtype", bytes)
 
 
+@pytest.mark.e2e
 def test_small_examples_that_are_alike_come_in_columns(tmp_path: Path) -> None:
     records = numbers(2_000, 300)
     write(tmp_path / "a.tfrecord", records)
@@ -167,6 +168,7 @@ def test_texts_come_in_columns_and_one_that_is_none_is_left_out_alone(tmp_path: 
     assert f"record at byte {places_of([example(entry('t', 1, text)) for text in texts])[50]}: " in reason
 
 
+@pytest.mark.e2e
 def test_damaged_records_among_small_ones_are_left_out_by_their_places(tmp_path: Path) -> None:
     records = numbers(300)
     broken = [bytearray(framed(record)) for record in records]
@@ -303,12 +305,14 @@ def expect_same(records: Sequence[bytes], *, usual: bool = False) -> None:
             assert np.asarray(one[name]).tobytes() == np.asarray(value).tobytes()
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("decoded")
 @given(st.lists(USUAL, max_size=8))
 def test_examples_parsed_together_are_those_parsed_alone(examples: list[list[bytes]]) -> None:
     expect_same([example(*entries) for entries in examples], usual=True)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("decoded")
 @given(st.lists(st.builds(list.__add__, USUAL, st.lists(UNUSUAL, max_size=3)), max_size=8), st.data())
 def test_unusual_examples_are_parsed_alike_or_one_by_one(

@@ -214,6 +214,7 @@ def test_a_length_that_lies_is_refused_without_memory(tmp_path: Path) -> None:
         assert peak() < 8 << 20
 
 
+@pytest.mark.e2e
 def test_a_packed_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord.gz"
     path.write_bytes(gzip.compress(struct.pack("<QI", 1 << 40, 0) + bytes(300 << 20), 1))
@@ -223,6 +224,7 @@ def test_a_packed_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
     assert peak() < 16 << 20
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("check_crc", [True, False])
 def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path, pack: Any, check_crc: bool) -> None:
@@ -246,6 +248,7 @@ def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path, pack: Any, che
 # --- parts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.sampled_from([0, 1, 255, None])), max_size=40),
@@ -341,6 +344,7 @@ def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:
             TFRecordSource(tmp_path, **options)
 
 
+@pytest.mark.e2e
 def test_the_checksums_library_is_named_where_it_is_missing_and_can_be_done_without(tmp_path: Path) -> None:
     write(tmp_path / "a.tfrecord", 3)
     script = """
@@ -367,6 +371,7 @@ print(len(list(remote.open_source(sys.argv[1], check_crc=False).read(0, None))))
 # --- S3 ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_file_on_s3_is_read_once_and_resumed_where_it_breaks(
     s3_server: S3Server,
     s3_proxy: FaultyProxy,
@@ -394,6 +399,7 @@ def test_a_file_on_s3_is_read_once_and_resumed_where_it_breaks(
     assert sum(fetched) == path.stat().st_size
 
 
+@pytest.mark.e2e
 def test_an_outage_is_unavailable_and_secrets_show_nowhere(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:

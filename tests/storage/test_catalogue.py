@@ -64,12 +64,14 @@ def test_a_transaction_is_all_or_nothing(cache: Cache) -> None:
         assert tables.meta("a") == 2
 
 
+@pytest.mark.e2e
 def test_a_writer_keeps_other_processes_out_until_it_commits(cache: Cache) -> None:
     with cache.catalogue.transaction():
         assert not can_write(cache.catalogue.path)
     assert can_write(cache.catalogue.path)
 
 
+@pytest.mark.e2e
 def test_opening_the_cache_again_in_one_process_leaves_the_locks_of_the_first(cache: Cache) -> None:
     """Closing any descriptor of a file drops all POSIX locks that the process holds on it."""
     with cache.catalogue.transaction():
@@ -98,6 +100,7 @@ def test_threads_take_turns(cache: Cache) -> None:
         assert tables.meta("turns") == 200
 
 
+@pytest.mark.e2e
 def test_waiting_for_a_stopped_writer_ends_at_the_deadline_with_what_to_look_for(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_waiting_for_a_stopped_writer_ends_at_the_deadline_with_what_to_look_for
     other.close()
 
 
+@pytest.mark.e2e
 def test_a_fork_waits_for_the_transactions_of_other_threads(cache: Cache) -> None:
     """Otherwise the child's SQLite would believe that it holds its parent's lock, and write without one."""
     inside, go_on = threading.Event(), threading.Event()
@@ -151,6 +155,7 @@ def test_a_fork_waits_for_the_transactions_of_other_threads(cache: Cache) -> Non
         assert tables.meta("written") == "by the child"
 
 
+@pytest.mark.e2e
 def test_a_child_that_ends_leaves_its_parents_connection_as_it_was(cache: Cache) -> None:
     with cache.catalogue.transaction():
 
@@ -162,6 +167,7 @@ def test_a_child_that_ends_leaves_its_parents_connection_as_it_was(cache: Cache)
         assert not can_write(cache.catalogue.path)
 
 
+@pytest.mark.e2e
 def test_catalogues_that_are_dropped_are_forgotten_and_closed(cache: Cache) -> None:
     def count() -> tuple[int, int]:
         gc.collect()
@@ -190,6 +196,7 @@ _SYSTEM_CALLS = {
 }
 
 
+@pytest.mark.e2e
 def test_a_transaction_contains_nothing_but_sql(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait for it, and a directory or a lock may answer slowly."""
     cache.size_limit = "2MB"

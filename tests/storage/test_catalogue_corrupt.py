@@ -34,6 +34,7 @@ WRONG = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("statement", WRONG.values(), ids=WRONG.keys())
 def test_the_limit_does_not_rest_on_one_number(fast_path: Path, statement: str) -> None:
     path = fast_path / "cache"

@@ -79,6 +79,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_catalogue_that_is_lost_while_it_is_open_is_rebuilt_by_the_next_repair(
     filled: Cache, damage: Callable[[str], None]
@@ -95,6 +96,7 @@ def test_a_catalogue_that_is_lost_while_it_is_open_is_rebuilt_by_the_next_repair
     assert_sound(filled)
 
 
+@pytest.mark.e2e
 def test_a_lost_catalogue_is_waited_for_and_then_an_error_says_what_to_do(filled: Cache) -> None:
     def use(line: Line) -> None:
         line.say(str(filled.num_samples))
@@ -144,6 +146,7 @@ def test_a_rebuilt_catalogue_with_the_inode_of_the_lost_one_is_not_rebuilt_again
     assert filled.filling.state().catalogue_id == before
 
 
+@pytest.mark.e2e
 def test_processes_that_have_it_open_follow_to_the_rebuilt_catalogue(filled: Cache, fast_path: Path) -> None:
     def use(line: Line) -> None:
         line.say(str(filled.num_samples))
@@ -164,6 +167,7 @@ def test_processes_that_have_it_open_follow_to_the_rebuilt_catalogue(filled: Cac
         assert_sound(other)
 
 
+@pytest.mark.e2e
 def test_several_that_find_it_lost_at_once_rebuild_it_once(filled: Cache) -> None:
     garbage(filled.catalogue.path)
 
@@ -290,6 +294,7 @@ def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast
             assert cache.eviction == "lru"
 
 
+@pytest.mark.e2e
 def test_of_many_who_set_the_limit_at_once_the_last_is_in_the_copy_of_the_settings(
     filled: Cache, fast_path: Path
 ) -> None:

@@ -81,16 +81,19 @@ def check_published(cache: Cache, crash: Crash) -> None:
     assert keys <= keys_of(range(FIRST + 1))
 
 
+@pytest.mark.e2e
 def test_publishing(template: Path, fast_path: Path) -> None:
     steps = crash_everywhere(template, fast_path, publish_next, check_published)
     assert {"replace shards/.safetensors", "COMMIT", "half written"} <= set(steps)
 
 
+@pytest.mark.e2e
 def test_publishing_that_evicts(full: Path, fast_path: Path) -> None:
     steps = crash_everywhere(full, fast_path, publish_next, check_published)
     assert "unlink shards/.safetensors" in steps
 
 
+@pytest.mark.e2e
 def test_evicting(template: Path, fast_path: Path) -> None:
     def evict(cache: Cache, line: Line) -> None:
         line.say(f"freed {cache.evict(to=0)}")
@@ -106,6 +109,7 @@ def test_evicting(template: Path, fast_path: Path) -> None:
     assert steps.count("unlink shards/.safetensors") == FIRST
 
 
+@pytest.mark.e2e
 def test_leasing(template: Path, fast_path: Path) -> None:
     def lease(cache: Cache, line: Line) -> None:
         snapshot, _held = cache.take_snapshot()
@@ -125,6 +129,7 @@ def test_leasing(template: Path, fast_path: Path) -> None:
     crash_everywhere(template, fast_path, lease, check)
 
 
+@pytest.mark.e2e
 def test_putting_a_shard_aside(template: Path, fast_path: Path) -> None:
     def quarantine(cache: Cache, line: Line) -> None:
         cache.quarantine(3, "x: broken")
@@ -140,6 +145,7 @@ def test_putting_a_shard_aside(template: Path, fast_path: Path) -> None:
     crash_everywhere(template, fast_path, quarantine, check)
 
 
+@pytest.mark.e2e
 def test_forgetting_a_shard_without_a_file(template: Path, fast_path: Path) -> None:
     os.unlink(shard_path(str(template), 3))
 
@@ -171,6 +177,7 @@ def check_counts(cache: Cache) -> None:
     assert sum(row.count for row in cache.status().failures) == 3 * gone
 
 
+@pytest.mark.e2e
 def test_lowering_the_limit(template: Path, fast_path: Path) -> None:
     size_limit = LIMIT // 2
 
@@ -190,6 +197,7 @@ def test_lowering_the_limit(template: Path, fast_path: Path) -> None:
     crash_everywhere(template, fast_path, lower, check, recover=Cache.enforce_limit)
 
 
+@pytest.mark.e2e
 def test_clearing_the_cache(template: Path, fast_path: Path) -> None:
     def clear(cache: Cache, line: Line) -> None:
         cache.clear()
@@ -205,6 +213,7 @@ def test_clearing_the_cache(template: Path, fast_path: Path) -> None:
     crash_everywhere(template, fast_path, clear, check)
 
 
+@pytest.mark.e2e
 def test_creating_a_cache(fast_path: Path) -> None:
     path = fast_path / "crashed"
 
@@ -220,6 +229,7 @@ def test_creating_a_cache(fast_path: Path) -> None:
     crash_everywhere(fast_path / "nothing", fast_path, create, check)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("damage", ["deleted", pytest.param("garbage", marks=pytest.mark.slow)])
 def test_rebuilding_a_lost_catalogue(template: Path, fast_path: Path, damage: str) -> None:
     crash_everywhere(
@@ -247,6 +257,7 @@ def check_rebuilt(cache: Cache, crash: Crash) -> None:
         assert crash.said == (f"rebuilt {3 * FIRST}",)
 
 
+@pytest.mark.e2e
 def test_repairing(template: Path, fast_path: Path) -> None:
     with Cache(template) as cache:
         shards = Path(cache.directory.shards)
@@ -276,6 +287,7 @@ def test_repairing(template: Path, fast_path: Path) -> None:
     assert "replace quarantine/.safetensors" in steps
 
 
+@pytest.mark.e2e
 def test_recovering_what_a_dead_writer_left(template: Path, fast_path: Path) -> None:
     """A writer is killed while writing, an evictor before its unlink, and then the process that clears up."""
 
@@ -313,6 +325,7 @@ def test_publishing_and_then_the_recovery_from_it_killed_at_every_step(full: Pat
 # --- the order that a power loss asks for
 
 
+@pytest.mark.e2e
 def test_the_steps_of_publishing_are_in_the_order_that_survives_a_power_loss(
     template: Path, fast_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ SORT_KEYS: dict[str, Callable[[ShardRow], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.e2e
 @given(rows=rows, need_bytes=st.integers(-5, 3 * 10**9))
 def test_victims_are_the_shortest_beginning_that_frees_enough(rows: list[ShardRow], need_bytes: int) -> None:
     victims = choose_victims(rows, need_bytes)
@@ -71,6 +72,7 @@ def test_choosing_reads_no_further_than_it_must() -> None:
     assert [row.id for row in choose_victims(endless(), 21)] == [0, 1, 2]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("policy", list(ORDERS))
 @given(rows=rows)
 def test_the_catalogue_sorts_as_the_policy_promises(
@@ -92,6 +94,7 @@ def put(cache: Cache, rows: list[ShardRow]) -> None:
         insert_rows(cache, rows)
 
 
+@pytest.mark.e2e
 @given(rows=rows, data=st.data())
 def test_the_lightest_go_first_and_what_nobody_has_weighed_counts_as_average(
     rows: list[ShardRow], data: st.DataObject, sorting_cache: Cache
@@ -239,6 +242,7 @@ def test_a_shard_that_no_epoch_has_used_is_no_victim(make_cache: Callable[..., C
     assert status.evicted_unused_samples == status.evicted_samples - 3, "all but those of the used one"
 
 
+@pytest.mark.e2e
 def test_a_limit_is_not_enforced_for_the_blocks_of_a_lease(make_cache: Callable[..., Cache]) -> None:
     """Each epoch has a lease, and an unused shard would have to be evicted for it."""
     cache = make_cache("1MB")

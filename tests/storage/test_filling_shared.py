@@ -42,6 +42,7 @@ def positions(parts: tuple[tuple[int, int], ...]) -> set[int]:
     return set(found)
 
 
+@pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(decisions)
 def test_each_position_is_undecided_offered_claimed_or_done(

@@ -38,6 +38,7 @@ def filled(cache: Cache) -> Cache:
     return cache
 
 
+@pytest.mark.e2e
 def test_a_forked_child_keeps_no_lease_alive_unless_it_joins(filled: Cache) -> None:
     """A DataLoader worker that outlives its trainer must not hold the shards; one that reads must."""
     _snapshot, lease = filled.take_snapshot()
@@ -62,6 +63,7 @@ def test_a_forked_child_keeps_no_lease_alive_unless_it_joins(filled: Cache) -> N
     idle.kill()
 
 
+@pytest.mark.e2e
 def test_a_started_process_joins_a_lease_by_its_path(filled: Cache) -> None:
     """An unpickled dataset does so in a spawned worker."""
     snapshot, lease = filled.take_snapshot()
@@ -120,6 +122,7 @@ def interrupt_at(step: int) -> Callable[[object, str, object], None]:
     return profile
 
 
+@pytest.mark.e2e
 def test_a_release_that_was_interrupted_anywhere_is_completed_when_the_lease_is_dropped(
     filled: Cache,
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_reader_is_unharmed_when_somebody_deletes_a_leased_shard(filled: Cache
     assert_sound(filled)
 
 
+@pytest.mark.e2e
 def test_several_leases_at_once_hold_what_any_of_them_holds(filled: Cache) -> None:
     early = filled.take_snapshot(epoch_size=6)[1]
     late = filled.take_snapshot(epoch_size=6)
@@ -224,6 +228,7 @@ def test_a_reused_process_id_does_not_make_a_dead_lease_look_alive(filled: Cache
     assert leftovers(filled) == []
 
 
+@pytest.mark.e2e
 def test_a_lease_of_a_scattered_hundred_thousand_shards_stays_small(make_cache: Callable[..., Cache]) -> None:
     """After months of turnover, the ids in a cache have gaps everywhere."""
     cache = make_cache("100MB")

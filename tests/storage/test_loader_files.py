@@ -64,6 +64,7 @@ def test_a_loader_that_is_dropped_takes_its_report_along(cache: Cache) -> None:
     assert files(cache) == []
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["another loader", "recovery"])
 def test_the_report_of_a_killed_process_is_not_shown_and_goes(cache: Cache, how: str) -> None:
     command = [sys.executable, "-c", KILLED, cache.path]

@@ -111,6 +111,7 @@ def test_a_started_program_does_not_inherit_a_lock(path: str) -> None:
         program.kill()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("times", [15, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_fork_beside_threads_that_lock_and_release_inherits_nothing(path: str, times: int) -> None:
     """A fork must wait between the open of a file and its entry in the list of held ones."""
@@ -220,6 +221,7 @@ def test_a_file_is_removed_while_its_lock_is_held_so_that_nobody_can_take_it_bet
     assert took == [None]
 
 
+@pytest.mark.e2e
 def test_waiting_for_a_lock_ends_at_the_deadline_or_when_it_is_free(path: str) -> None:
     child = fork(hold(path))
     assert child.hear() == "held"

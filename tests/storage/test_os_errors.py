@@ -132,6 +132,7 @@ ACTIONS: dict[str, tuple[Action, Callable[[Cache], None]]] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("number", "for_ever"),
     [
@@ -198,6 +199,7 @@ def go_on(cache: Cache) -> None:
     assert cache.status().leases == 0
 
 
+@pytest.mark.e2e
 def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
     template: Path, fast_path: Path
 ) -> None:
@@ -338,6 +340,7 @@ def test_a_mount_for_reading_only(on_disk: Cache, small_disk: Path) -> None:
         assert keys_in(cache) == keys
 
 
+@pytest.mark.e2e
 def test_a_disk_without_a_free_inode(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,nr_inodes=40", str(small_disk)], check=True)
     with new_cache(small_disk / "cache", "20MB") as cache:
@@ -407,6 +410,7 @@ for first in (0, 3):
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(STRACE is None, reason="no strace")
 @pytest.mark.parametrize(
     ("call", "path", "lost"),

@@ -313,6 +313,7 @@ def test_a_limit_lowered_to_what_epochs_hold_is_exceeded_by_their_leases_alone_u
     assert_sound(cache)
 
 
+@pytest.mark.e2e
 def test_the_invariants_hold_after_every_step_of_thirty_histories() -> None:
     run(30, 30)
 

@@ -153,6 +153,7 @@ def test_arrays_outlive_the_shard_they_came_from(tmp_path: Path) -> None:
     assert numbers.tolist() == [7, 8, 9]
 
 
+@pytest.mark.e2e
 def test_every_single_flipped_bit_is_detected(tmp_path: Path) -> None:
     """Exhaustive for header, padding and data: CorruptShardError on opening or by verify, and no other error."""
     path = write(
@@ -177,6 +178,7 @@ def test_every_single_flipped_bit_is_detected(tmp_path: Path) -> None:
     MappedShard(str(path)).verify()
 
 
+@pytest.mark.e2e
 def test_a_shard_cut_short_or_grown_by_any_number_of_bytes_is_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "a", packed([{"x": 1}]))
     whole = path.read_bytes()
@@ -213,6 +215,7 @@ def test_what_is_no_shard_file_is_corrupt(tmp_path: Path, what: str) -> None:
         MappedShard(str(path))
 
 
+@pytest.mark.e2e
 def test_more_shards_than_open_files_can_be_mapped(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a", content(0)))
 

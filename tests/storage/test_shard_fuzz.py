@@ -147,6 +147,7 @@ def fuzz(path: Path, seed: int, cases: int, make: Callable[[random.Random], byte
     return opened
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("make", [any_bytes, resigned])
 def test_ten_thousand_broken_headers_are_corrupt_shards(
     fast_path: Path, make: Callable[[random.Random], bytes]
@@ -155,6 +156,7 @@ def test_ten_thousand_broken_headers_are_corrupt_shards(
     assert opened < CASES / 2, "most of the cases change something"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("make", [any_bytes, resigned])
 def test_broken_headers_take_little_memory(fast_path: Path, make: Callable[[random.Random], bytes]) -> None:
     tracemalloc.start()

@@ -300,6 +300,7 @@ def _take_and_release(reader: Reader) -> list[int]:
     return list(snapshot.shard_ids.tolist())
 
 
+@pytest.mark.e2e
 @given(st.lists(st.sampled_from(["take", "take", *STEPS]), max_size=25))
 def test_whatever_happens_in_between_it_holds_what_is_there_and_counts_every_use(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str]

@@ -23,6 +23,7 @@ def members(ranges: IntArray) -> set[int]:
     return {i for first, last in ranges.tolist() for i in range(first, last + 1)}
 
 
+@pytest.mark.e2e
 def test_an_epoch_takes_the_least_used_shards_first_older_before_newer() -> None:
     """Exhaustive: four shards of any sizes up to 2 and uses up to 1, any left out, any epoch size."""
     ids = ints([3, 4, 7, 9])
@@ -53,6 +54,7 @@ shelf = st.lists(
 )
 
 
+@pytest.mark.e2e
 @given(rows=shelf, leave_bytes=st.integers(-3, 300), least=st.integers(0, 250))
 def test_what_is_left_out_was_used_is_enough_and_never_all_nor_more_than_can_be_spared(
     rows: list[tuple[int, int, int]], leave_bytes: int, least: int

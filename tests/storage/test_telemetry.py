@@ -80,6 +80,7 @@ def test_a_later_worker_continues_the_history(path: str, clock: Clock) -> None:
     assert read_history(path)["samples"].tolist() == [1, 2]
 
 
+@pytest.mark.e2e
 def test_a_month_of_seconds_fits_and_every_day_of_it_can_be_seen(path: str, clock: Clock) -> None:
     """Thinning alone would leave nothing but the last hour."""
     history, start_s = History(path, clock), clock.now_s

@@ -20,6 +20,7 @@ def storm(port: int) -> None:
         client.close()
 
 
+@pytest.mark.e2e
 def test_a_proxy_that_ends_while_clients_arrive_closes_all_connections(s3_server: S3Server) -> None:
     unclosed: list[str] = []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -26,6 +26,7 @@ IN_PROCESSES: Final = (SourceChecks.check_fingerprint, SourceChecks.check_round_
 CHEAP_FIRST: Final = sorted(CHECKS, key=IN_PROCESSES.__contains__)
 
 
+@pytest.mark.e2e
 def test_a_source_that_does_not_open_in_another_process_is_given_up_at_the_deadline() -> None:
     with pytest.raises(AssertionError, match="not be opened in another process within 3 s"):
         checks.fingerprint_elsewhere(lambda: time.sleep(600), 3.0)  # type: ignore[arg-type,return-value]
@@ -73,6 +74,7 @@ def write_tars(folder: Path) -> None:
                     archive.addfile(member, io.BytesIO(data))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "made_by",
     [
@@ -261,6 +263,7 @@ def check_cheaply(source: Any) -> None:
         check(subject)
 
 
+@pytest.mark.e2e
 def test_a_good_source_of_the_users_own_passes_and_so_does_each_check_alone() -> None:
     check_source(Good(), max_units=2)
     for check in CHEAP_FIRST[:-1]:

@@ -202,6 +202,7 @@ def test_a_network_that_is_narrow_is_found(
     assert found.verdict.binds == "network", f"{found}\n{found.stages}"
 
 
+@pytest.mark.e2e
 def test_objects_on_their_way_when_the_time_is_up_are_counted(
     s3_bucket: Path, s3_server: S3Server, s3_proxy: FaultyProxy
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_decoder_that_is_slow_is_found(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.e2e
 def test_packing_of_tokens_is_measured_and_a_wrong_field_is_told() -> None:
     texts = [{"text": "x" * 70}] * 100
     found = look(texts, cs.pack_tokens(29, "text", tokenizer=lambda text: list(text.encode())))
@@ -290,6 +292,7 @@ def _function(_folder: Path) -> Any:
     return lambda: cs.open_source(draw)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("make", [_tars, _parquet, _array, _function], ids=lambda make: make.__name__)
 def test_every_kind_of_source_is_measured_to_the_end_and_leaves_nothing(
     make: Callable[[Path], Any], tmp_path: Path
@@ -307,6 +310,7 @@ def test_every_kind_of_source_is_measured_to_the_end_and_leaves_nothing(
     assert metering._on_fetched is metering._ignore
 
 
+@pytest.mark.e2e
 def test_only_the_first_names_of_a_large_listing_are_asked_for(s3_bucket: Path, s3_server: S3Server) -> None:
     put_files(s3_bucket, 30, 100)
     options = s3_server.storage_options
@@ -315,6 +319,7 @@ def test_only_the_first_names_of_a_large_listing_are_asked_for(s3_bucket: Path, 
     assert "10 units and more" in str(found)
 
 
+@pytest.mark.e2e
 def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path) -> None:
     for number in range(6):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
@@ -327,6 +332,7 @@ def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path) -> None:
         look(tmp_path / "broken.png")
 
 
+@pytest.mark.e2e
 def test_what_fails_is_counted_once_where_the_only_unit_is_read_again() -> None:
     class OneBad:
         """One unit of three samples, the first of which cannot be stored."""
@@ -376,12 +382,14 @@ class Lost:
         yield str(unit), {"x": np.zeros(10)}
 
 
+@pytest.mark.e2e
 def test_a_remote_that_is_away_for_a_moment_is_read_after_it() -> None:
     found = look(Lost())
     assert found.stages.alone.num_samples > 0
     assert (found.skipped, found.failure) == (3, "the remote is away")
 
 
+@pytest.mark.e2e
 def test_a_transform_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "PATIENCE_S", 0.3)
     monkeypatch.setattr(probe, "LEAVE_S", 0.1)
@@ -397,6 +405,7 @@ def test_a_transform_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch
         let_go.set()
 
 
+@pytest.mark.e2e
 def test_a_folder_without_space_is_an_error_that_names_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +431,7 @@ def cli(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_forked(main, ("diagnose", *arguments), cwd=cwd, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_a_source_that_cannot_be_opened_ends_the_command_with_one_clear_line(
     mine: Path, s3_bucket: Path, s3_server: S3Server

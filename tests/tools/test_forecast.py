@@ -47,6 +47,7 @@ setups = st.builds(
 )
 
 
+@pytest.mark.e2e
 @settings(deadline=None)
 @given(setups)
 def test_what_is_seen_grows_and_the_limit_is_held(setup: Setup) -> None:
@@ -82,6 +83,7 @@ def test_a_run_that_ends_before_the_first_batch_only_waits() -> None:
     json.loads(json.dumps(forecast.to_dict(), allow_nan=False))
 
 
+@pytest.mark.e2e
 def test_without_turnover_a_full_cache_stays_as_it_is() -> None:
     forecast = simulate(replace(SETUP, turnover=0.0))
     assert forecast.seen_share < 0.4
@@ -89,12 +91,14 @@ def test_without_turnover_a_full_cache_stays_as_it_is() -> None:
     assert forecast.fetched_bytes < 2 * SETUP.size_limit
 
 
+@pytest.mark.e2e
 def test_a_year_takes_no_longer_than_a_day() -> None:
     day, year = (simulate(replace(SETUP, duration_s=days * 86_400.0)) for days in (1, 365))
     assert len(year.epochs) == len(day.epochs)
     assert year.fetched_bytes == pytest.approx(365 * day.fetched_bytes, rel=0.01)
 
 
+@pytest.mark.e2e
 def test_a_run_of_more_epochs_than_are_simulated_has_the_same_forecast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +114,7 @@ def test_a_run_of_more_epochs_than_are_simulated_has_the_same_forecast(
             assert getattr(found, name) == (value and pytest.approx(value, rel=0.1)), name
 
 
+@pytest.mark.e2e
 def test_advice_and_price_come_with_the_forecast() -> None:
     planned = Plan.of(SETUP, price_per_gb=0.1)
     assert "size_limit=" in planned.advice[0]

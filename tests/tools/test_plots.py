@@ -33,6 +33,7 @@ def colours(path: Path) -> set[tuple[int, ...]]:
         return {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}  # type: ignore[misc,union-attr]
 
 
+@pytest.mark.e2e
 def test_all_lines_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "growth.png"
     plot_growth(history(60), path, "cache")
@@ -40,6 +41,7 @@ def test_all_lines_are_drawn(tmp_path: Path) -> None:
     assert {blue, orange, green, grey} <= colours(path)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("epochs", [0, 3])
 def test_marks_are_drawn_where_epochs_began_and_only_there(tmp_path: Path, epochs: int) -> None:
     rows = history(60)
@@ -48,6 +50,7 @@ def test_marks_are_drawn_where_epochs_began_and_only_there(tmp_path: Path, epoch
     assert ("epochs begin" in (tmp_path / "growth.svg").read_text(encoding="utf-8")) == bool(epochs)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("step_s", "unit"), [(0.1, "seconds"), (60.0, "minutes"), (3600.0, "hours"), (86_400.0, "days")]
 )
@@ -57,6 +60,7 @@ def test_the_time_axis_has_the_unit_that_fits_the_run(tmp_path: Path, step_s: fl
     assert f"first worker ({unit})" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("scale", "unit"), [(1, "B"), (10**6, "MB"), (10**11, "TB")])
 def test_the_size_axis_has_the_unit_that_fits_the_cache(tmp_path: Path, scale: int, unit: str) -> None:
     path = tmp_path / "growth.svg"
@@ -70,6 +74,7 @@ def test_a_history_too_short_to_draw_says_when_there_will_be_one(tmp_path: Path,
         plot_growth(history(count), tmp_path / "growth.png", "cache")
 
 
+@pytest.mark.e2e
 def test_an_empty_cache_is_drawn_without_a_warning(tmp_path: Path) -> None:
     rows = np.zeros(2, ROW)
     rows["time_s"] = [1.7e9, 1.7e9]  # not even a moment apart

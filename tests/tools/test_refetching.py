@@ -94,6 +94,7 @@ def test_evicted_shards_come_back_byte_for_byte_and_the_epochs_with_them(
         assert refetch(tmp_path / "run", cache, source).brought == 0
 
 
+@pytest.mark.e2e
 def test_windows_of_tokens_that_are_damaged_or_evicted_come_back(tmp_path: Path) -> None:
     source, packing = Named(units=20, samples=5, nbytes=200), cs.pack_tokens(49, "x", eos=256)
     with filled(tmp_path / "cache", source, packing, shard_size="16KB") as cache:
@@ -165,6 +166,7 @@ def test_a_worker_goes_on_after_a_refetch_and_has_every_sample_once(tmp_path: Pa
             assert sorted(dataset.keys()) == sorted(SOURCE.keys())
 
 
+@pytest.mark.e2e
 def test_what_comes_back_different_stays_out_and_is_told(tmp_path: Path) -> None:
     with filled(tmp_path / "cache", SOURCE, halve) as cache:
         trained(cache, record=tmp_path / "run")
@@ -185,6 +187,7 @@ def three(sample: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"x": x}, {"x": x.reshape(10, 10)}, {"x": x}]
 
 
+@pytest.mark.e2e
 def test_samples_that_the_worker_left_out_are_left_out_again_whichever_comes_first(tmp_path: Path) -> None:
     odd = [{"x": np.zeros((4, 4))}, *({"x": np.full((3, 4, 4), i)} for i in range(1, 60))]
     for source, transform in ((SOURCE, three), (cs.DatasetSource(odd), None)):
@@ -230,6 +233,7 @@ class FailingRemote(Named):
             yield sample
 
 
+@pytest.mark.e2e
 def test_a_remote_that_fails_is_asked_again_and_ends_the_command_if_it_stays_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +253,7 @@ def test_a_remote_that_fails_is_asked_again_and_ends_the_command_if_it_stays_awa
     assert digests(cache) == before
 
 
+@pytest.mark.e2e
 def test_the_transform_is_called_in_the_thread_of_the_caller(tmp_path: Path) -> None:
     """A worker calls it in one thread, too."""
     cache = filled(tmp_path / "cache", SOURCE, halve)
@@ -273,6 +278,7 @@ class Shortened(Named):
         raise SampleError("truncated by now")
 
 
+@pytest.mark.e2e
 def test_a_unit_that_was_damaged_since_is_told(tmp_path: Path) -> None:
     cache = filled(tmp_path / "cache", SOURCE)
     trained(cache, record=tmp_path / "epochs")
@@ -282,12 +288,14 @@ def test_a_unit_that_was_damaged_since_is_told(tmp_path: Path) -> None:
     assert "the remote has changed: truncated by now" in report.failed[0]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("concurrency", [0, 65, True])
 def test_the_number_of_units_at_once_is_checked(concurrency: int, tmp_path: Path) -> None:
     with pytest.raises(cs.ConfigError, match=r"concurrency=.*: give a whole number, 1 or more, 64 at most"):
         refetch(tmp_path / "epochs", cs.Cache(tmp_path / "cache", "1MB"), SOURCE, concurrency=concurrency)
 
 
+@pytest.mark.e2e
 def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:
     cache = cs.Cache(tmp_path / "cache", size_limit="50MB", min_free=0)
     with cache, cs.start_worker(cache, SOURCE, num_workers=1) as worker:

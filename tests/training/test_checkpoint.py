@@ -24,6 +24,7 @@ def stream(loader: EpochLoader) -> Iterator[list[int]]:
     return (batch["number"].tolist() for batch in loader)
 
 
+@pytest.mark.e2e
 def test_a_loader_is_saved_and_loaded_by_a_distributed_checkpoint(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def snapshot_of(record: OrderRecord, gone: set[int]) -> Snapshot:
     return Snapshot("id", "/", "/", Schema(()), record.shard_ids[keep], record.counts[keep])
 
 
+@pytest.mark.e2e
 @given(st.data())
 def test_any_sequence_of_cuts_leaves_exactly_the_samples_not_drawn_and_not_gone(data: st.DataObject) -> None:
     """Against a model: lists of (shard, row), cut and filtered by hand."""

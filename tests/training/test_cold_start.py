@@ -33,6 +33,7 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
         yield cache
 
 
+@pytest.mark.e2e
 def test_too_few_samples_because_most_decided_what_all_are_says_how_to_leave_the_others_out(
     cache: Cache, tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def half_of(count: int) -> list[dict[str, int]]:
     return [{"x": number, **({"more": 1} if number % 2 else {})} for number in range(count)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("by", ["loader", "worker"])
 def test_that_much_was_skipped_is_said_once_to_who_waits_for_the_pass_and_to_who_trains(
     cache: Cache, caplog: pytest.LogCaptureFixture, by: str
@@ -80,6 +82,7 @@ def test_more_than_one_percent_is_much(skipped: int, used: int, much: bool) -> N
     assert is_much(skipped, used) == much
 
 
+@pytest.mark.e2e
 def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on(cache: Cache) -> None:
     cache.size_limit = 3_000_000
     samples = [{"x": np.zeros(100_000, np.uint8)} for _ in range(100)]
@@ -119,6 +122,7 @@ def test_a_checkpoint_of_a_cache_that_was_cleared_since_waits_for_the_worker(cac
             assert len(list(loader)) == 10
 
 
+@pytest.mark.e2e
 def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> None:
     def draw(rng: np.random.Generator) -> dict[str, Any]:
         return {"x": rng.random(1250)}
@@ -235,6 +239,7 @@ def test_too_few_samples_because_others_were_skipped_says_why(
     assert advice in str(caught.value)
 
 
+@pytest.mark.e2e
 def test_a_full_disk_is_what_those_who_wait_are_told(new_cache: NewCache) -> None:
     full = r"the disk has .* left, and min_free keeps 1 PB of it free"
     with Cache(new_cache(0, 0).path, min_free=10**15) as cache:
@@ -271,6 +276,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
     assert "0 samples were cached, and 7 skipped, most often: transform: ValueError: even!" in said[0]
 
 
+@pytest.mark.e2e
 def test_too_few_samples_are_an_error_at_the_deadline_when_more_might_come(new_cache: NewCache) -> None:
     with (
         EpochLoader(new_cache(1, 3), 4, timeout_s=2.0) as loader,
@@ -279,6 +285,7 @@ def test_too_few_samples_are_an_error_at_the_deadline_when_more_might_come(new_c
         next(iter(loader))
 
 
+@pytest.mark.e2e
 def test_the_first_epoch_waits_for_the_samples_asked_for(new_cache: NewCache) -> None:
     cache = new_cache(1, 4)
     with EpochLoader(cache, 4, min_samples=12) as loader:

@@ -24,6 +24,7 @@ def test_a_copy_that_comes_too_late_is_refused(new_cache: NewCache) -> None:
         pickle.loads(pickled)
 
 
+@pytest.mark.e2e
 def test_no_flipped_bit_of_a_shard_is_ever_delivered(new_cache: NewCache) -> None:
     """One bit in each byte of the file: an error, or, in the padding of the header, the true sample."""
     cache = new_cache(1, 2)

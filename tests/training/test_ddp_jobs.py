@@ -54,6 +54,7 @@ class Ranks:
             process.close()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("how", "victim", "is_locked"),
     [
@@ -103,6 +104,7 @@ def run(cache: Cache, out: Path, mode: str, size: int) -> list[dict[str, Any]]:
     return results(out, range(size))
 
 
+@pytest.mark.e2e
 def test_ranks_that_ask_before_they_know_one_another_are_told_and_share_the_samples_from_then_on(
     new_cache: NewCache, tmp_path: Path
 ) -> None:

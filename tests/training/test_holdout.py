@@ -99,6 +99,7 @@ def test_the_split_of_a_key_never_changes() -> None:
     assert all(belongs(number, 0.1) for number in range(2000) if belongs(number, 0.05))
 
 
+@pytest.mark.e2e
 def test_every_sample_is_in_one_split_and_in_the_same_in_every_run(filled: Cache) -> None:
     for _ in range(2):
         with (
@@ -127,6 +128,7 @@ def test_ordinary_torch_tools_see_one_split(filled: Cache) -> None:
         assert sorted(map(int, dataset.keys())) == sorted(TRAIN)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,6 +162,7 @@ def test_orders_of_all_kinds_go_on_at_the_exact_batch(filled: Cache, options: di
         assert len(set(seen)) == len(seen)
 
 
+@pytest.mark.e2e
 def test_an_epoch_is_replayed_and_its_shards_come_back(held_out: Cache, tmp_path: Path) -> None:
     cache = held_out
     with EpochLoader(cache, 16, split="train", record=tmp_path / "run", drop_last=False) as loader:
@@ -258,6 +261,7 @@ def test_a_loader_that_asks_midway_and_processes_that_are_killed_lose_and_double
             assert {True, False} == set((sizes == counts).tolist()), "shards of one split, and of both"
 
 
+@pytest.mark.e2e
 def test_a_lost_catalogue_finds_the_splits_again(held_out: Cache) -> None:
     cache = held_out
     ids = cache.snapshot(split="held-out").snapshot.shard_ids.tolist()
@@ -271,6 +275,7 @@ def test_a_lost_catalogue_finds_the_splits_again(held_out: Cache) -> None:
         assert again.num_samples == COUNT, "nothing is fetched again"
 
 
+@pytest.mark.e2e
 def test_lost_held_out_samples_are_fetched_again_and_the_others_are_not(held_out: Cache) -> None:
     cache = held_out
     with cache.snapshot(split="held-out") as dataset:
@@ -283,6 +288,7 @@ def test_lost_held_out_samples_are_fetched_again_and_the_others_are_not(held_out
         assert sorted(map(int, dataset.keys())) == list(range(COUNT))
 
 
+@pytest.mark.e2e
 def test_a_damaged_shard_of_both_splits_is_put_aside(templates: dict[str, Path], tmp_path: Path) -> None:
     cache = Cache(shutil.copytree(templates["mixed"], tmp_path / "cache"))
     with cache.snapshot() as dataset:
@@ -332,6 +338,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
             cs.start_worker(cache, Numbered(), **options)
 
 
+@pytest.mark.e2e
 def test_a_cache_has_one_share_and_a_state_one_split(
     held_out: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -348,6 +355,7 @@ def test_a_cache_has_one_share_and_a_state_one_split(
     fill(cache, holdout=0.1)
 
 
+@pytest.mark.e2e
 def test_a_split_without_samples_says_so(cache: Cache) -> None:
     fill(cache, Numbered(1, 1))
     name = "train" if belongs(0) else "held-out"
@@ -380,6 +388,7 @@ def test_samples_that_come_in_columns_are_split_too(cache: Cache, tmp_path: Path
         assert not tables.uncounted_shards(), "all were made as one split's"
 
 
+@pytest.mark.e2e
 def test_ranks_share_the_samples_of_a_split(new_cache: NewCache, new_job: NewJob) -> None:
     caches = [new_cache(5, 11), new_cache(4, 9, 1000)]
 

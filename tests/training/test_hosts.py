@@ -294,6 +294,7 @@ def test_three_nodes_miss_the_one_that_is_cut_off_and_take_it_back(tmp_path: Pat
     assert sorted(number for share in found for number in share) == list(range(SAMPLES))
 
 
+@pytest.mark.e2e
 def test_hosts_are_removed_with_all_that_runs_on_them() -> None:
     needs_hosts()
     with run_hosts(1) as hosts:

@@ -48,6 +48,7 @@ def an_interrupt_after(seconds: float) -> Iterator[None]:
 
 
 # An interrupt that comes in a finalizer is lost, and Python says so.
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("with_keys", [False, True], ids=["gathered-in-c", "gathered-by-a-thread"])
 def test_an_interrupted_epoch_leaves_its_exact_state_and_the_next_iteration_goes_on(
@@ -85,6 +86,7 @@ def test_an_interrupted_epoch_leaves_its_exact_state_and_the_next_iteration_goes
         assert numbers(loader) == list(range(SAMPLES))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("gathered", [0, 4])
 def test_an_interrupt_while_a_batch_is_waited_for_ends_the_iteration(
     new_cache: NewCache, gathered: int
@@ -116,6 +118,7 @@ def test_an_interrupt_while_a_batch_is_waited_for_ends_the_iteration(
         assert sorted(delivered + numbers(loader)) == list(range(32))
 
 
+@pytest.mark.e2e
 def test_an_interrupt_before_there_is_a_sample_costs_no_epoch(new_cache: NewCache) -> None:
     cache = new_cache()
     with EpochLoader(cache, 4, timeout_s=60) as loader:
@@ -129,6 +132,7 @@ def test_an_interrupt_before_there_is_a_sample_costs_no_epoch(new_cache: NewCach
         assert loader.stats.epoch == 0
 
 
+@pytest.mark.e2e
 def test_an_interrupt_before_the_first_batch_after_a_resume_keeps_the_place(new_cache: NewCache) -> None:
     held = threading.Event()
 
@@ -192,6 +196,7 @@ def test_a_trainer_that_was_stopped_is_not_late_when_it_goes_on(new_cache: NewCa
             trainer.kill()
 
 
+@pytest.mark.e2e
 def test_a_state_taken_after_the_end_is_that_of_the_end(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(2, 32), 8) as loader:
         batches = iter(loader)

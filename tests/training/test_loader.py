@@ -99,6 +99,7 @@ def test_as_many_batches_of_samples_of_many_sizes_go_together_as_of_one_size(
         assert max(groups_of(loader)) == most
 
 
+@pytest.mark.e2e
 def test_a_trainer_that_waits_is_not_kept_until_all_new_shards_are_open(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

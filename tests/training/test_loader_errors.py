@@ -142,6 +142,7 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
         assert sorted(numbers(seen)) == list(range(16))
 
 
+@pytest.mark.e2e
 @in_both_ways
 def test_a_shard_found_damaged_on_the_way_is_left_out_and_counted(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch

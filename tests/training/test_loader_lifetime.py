@@ -36,6 +36,7 @@ def test_a_loader_closed_after_its_last_batch_ends_the_epoch_as_ever(new_cache: 
         assert list(batches) == []
 
 
+@pytest.mark.e2e
 @in_both_ways
 @pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["plain", "transformed"])
 def test_a_loader_that_another_thread_closes_ends_no_epoch_as_if_all_were_well(
@@ -62,6 +63,7 @@ def test_a_loader_that_another_thread_closes_ends_no_epoch_as_if_all_were_well(
                 training.result(60)
 
 
+@pytest.mark.e2e
 @in_both_ways
 def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed_or_elsewhere(
     new_cache: NewCache,
@@ -93,6 +95,7 @@ def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed
             assert time.monotonic() - began < 60  # not the loader's 120 s
 
 
+@pytest.mark.e2e
 def test_an_epochs_shards_are_leased_until_it_ends_or_is_left(new_cache: NewCache) -> None:
     cache = new_cache(6, 8)
     with EpochLoader(cache, 4, prefetch=1) as loader:
@@ -130,6 +133,7 @@ def test_short_epochs_over_a_cache_that_stays_share_a_lease_and_are_counted_each
     assert uses[1] == status.snapshots >= 11, "the one prepared ahead counts too"
 
 
+@pytest.mark.e2e
 @in_both_ways
 def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: NewCache) -> None:
     cache = new_cache(4, 8)
@@ -143,6 +147,7 @@ def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: N
         assert leases(cache) <= 2
 
 
+@pytest.mark.e2e
 @in_both_ways
 @pytest.mark.parametrize("after", [1, None], ids=["amid-an-epoch", "after-an-epoch"])
 def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: NewCache) -> None:
@@ -159,6 +164,7 @@ def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: N
     wait_until(lambda: not maps(), "no shard is mapped")
 
 
+@pytest.mark.e2e
 @in_both_ways
 def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapped(
     new_cache: NewCache,

@@ -27,6 +27,7 @@ def listed(order: LocalOrder) -> np.ndarray[Any, Any]:
     return order.at(np.arange(order.size, dtype=np.int64))
 
 
+@pytest.mark.e2e
 @given(SAMPLES, WINDOW, RUN, KEY)
 def test_the_order_is_a_permutation_whatever_its_window_and_runs(
     samples: int, window: int, run: int, key: int
@@ -34,6 +35,7 @@ def test_the_order_is_a_permutation_whatever_its_window_and_runs(
     assert np.array_equal(np.sort(listed(LocalOrder(samples, samples, window, run, key))), np.arange(samples))
 
 
+@pytest.mark.e2e
 @given(SAMPLES, WINDOW, RUN, KEY, st.data())
 def test_any_position_is_computed_alone_and_a_shorter_order_is_the_beginning_of_a_longer_one(
     samples: int, window: int, run: int, key: int, data: st.DataObject
@@ -46,6 +48,7 @@ def test_any_position_is_computed_alone_and_a_shorter_order_is_the_beginning_of_
     assert np.array_equal(order.at(np.array(asked, np.int64)), whole[asked])
 
 
+@pytest.mark.e2e
 @given(SAMPLES, WINDOW, RUN, KEY)
 def test_a_window_is_made_of_whole_runs_but_for_those_at_its_ends(
     samples: int, window: int, run: int, key: int
@@ -60,6 +63,7 @@ def test_a_window_is_made_of_whole_runs_but_for_those_at_its_ends(
         assert breaks <= len(drawn) // run + 3
 
 
+@pytest.mark.e2e
 @given(SAMPLES, WINDOW, RUN, KEY, st.data())
 def test_what_is_asked_to_be_read_before_a_position_holds_the_sample_and_is_asked_for_once(
     samples: int, window: int, run: int, key: int, data: st.DataObject
@@ -81,6 +85,7 @@ def test_what_is_asked_to_be_read_before_a_position_holds_the_sample_and_is_aske
     assert asked.max(initial=0) <= 1
 
 
+@pytest.mark.e2e
 @given(st.integers(200, 3000), KEY)
 def test_windows_that_hold_everything_mix_everything(samples: int, key: int) -> None:
     order = listed(LocalOrder(samples, samples, samples, 64, key))
@@ -136,6 +141,7 @@ def test_an_epoch_gives_all_samples_once_and_no_two_epochs_are_alike(new_cache: 
     assert first != second
 
 
+@pytest.mark.e2e
 def test_it_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: NewJob) -> None:
     cache = new_cache(6, 16)
 
@@ -158,6 +164,7 @@ def test_it_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: New
         assert len({len(part) for part in rest}) == 1
 
 
+@pytest.mark.e2e
 def test_a_recorded_epoch_is_replayed(new_cache: NewCache, tmp_path: Path) -> None:
     cache = new_cache(4, 16)
     with EpochLoader(cache, 8, locality=20, record=tmp_path / "run") as loader:

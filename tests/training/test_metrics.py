@@ -44,6 +44,7 @@ def test_the_metrics_of_a_loader_are_numbers_under_one_prefix_and_those_of_its_c
     assert pickle.loads(pickle.dumps(found)) == found
 
 
+@pytest.mark.e2e
 def test_the_metrics_of_a_cache_alone_tell_of_its_worker(tmp_path: Path) -> None:
     cache = cs.Cache(tmp_path / "cache", size_limit="20MB", min_free=0)
     with cs.start_worker(cache, [{"x": float(i)} for i in range(50)], num_workers=1) as worker:
@@ -62,6 +63,7 @@ def test_metrics_of_nothing_or_of_something_else_say_what_to_give(arguments: tup
         cs.metrics(*arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.e2e
 def test_tensorboard_takes_the_metrics_as_scalars(new_cache: NewCache, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter

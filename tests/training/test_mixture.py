@@ -119,6 +119,7 @@ def test_all_samples_of_a_source_come_before_one_comes_again(
 # --- in the loader
 
 
+@pytest.mark.e2e
 def test_weights_that_anneal_hold_after_every_batch_and_a_source_may_have_none_for_a_while(
     new_mix: NewMix,
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_small_source_is_repeated_in_new_orders_as_energons_blend_does(new_mix
         assert "a 50.0%, b 50.0%" in loader._repr_html_()
 
 
+@pytest.mark.e2e
 def test_a_function_of_the_epoch_changes_the_weights_from_epoch_to_epoch(new_mix: NewMix) -> None:
     weights = [[1, 0], [1, 1], [1, 3]]
     with EpochLoader(
@@ -165,6 +167,7 @@ def by_step(step: int) -> list[float]:
     return [100 - step, step]
 
 
+@pytest.mark.e2e
 def test_resumed_at_every_step_the_batches_are_the_same_and_the_weights_go_on(new_mix: NewMix) -> None:
     cache = new_mix(a=20, b=28)
     options: dict[str, Any] = {"mixture": by_step, "with_keys": True}
@@ -189,6 +192,7 @@ def test_resumed_at_every_step_the_batches_are_the_same_and_the_weights_go_on(ne
     assert seen == 23
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_schedule_is_asked_for_the_steps_of_the_epoch_and_no_others(
     drop_last: bool, new_mix: NewMix
@@ -221,6 +225,7 @@ def test_a_schedule_is_asked_for_the_steps_of_the_epoch_and_no_others(
         assert asked[5:6] in ([], [5])
 
 
+@pytest.mark.e2e
 def test_the_step_goes_on_over_jumps_breaks_and_a_close(new_mix: NewMix) -> None:
     asked: list[int] = []
 
@@ -267,6 +272,7 @@ def test_an_epoch_longer_than_the_cache_is_exact_in_every_pass(new_mix: NewMix) 
         check_exact(batches[start : start + 6], "ab", map(by_step, range(start, 15)))
 
 
+@pytest.mark.e2e
 def test_what_is_held_out_is_no_part_of_a_mixture(new_mix: NewMix) -> None:
     cache = new_mix(a=60, b=60)
     with EpochLoader(cache, 4, mixture=[1, 3], with_keys=True, split="held-out", holdout=0.3) as loader:
@@ -281,6 +287,7 @@ def test_what_is_held_out_is_no_part_of_a_mixture(new_mix: NewMix) -> None:
 # --- ranks
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_together_are_exact_by_what_rank_0_says(
     ranks: int, new_mix: NewMix, new_job: NewJob
@@ -303,6 +310,7 @@ def test_all_ranks_together_are_exact_by_what_rank_0_says(
     assert [figures for _, figures in results] == [drawn] * ranks
 
 
+@pytest.mark.e2e
 def test_an_epoch_goes_on_exactly_with_other_ranks(new_mix: NewMix, new_job: NewJob) -> None:
     cache = new_mix(a=50, b=46)
 
@@ -325,6 +333,7 @@ def test_an_epoch_goes_on_exactly_with_other_ranks(new_mix: NewMix, new_job: New
     assert first_step == 5 + len(rest)
 
 
+@pytest.mark.e2e
 def test_caches_of_their_own_are_exact_each_by_the_weights_of_rank_0(
     new_mix: NewMix, new_job: NewJob
 ) -> None:
@@ -442,6 +451,7 @@ def test_a_cache_of_one_source_has_no_mixture(new_cache: NewCache) -> None:
         next(iter(loader))
 
 
+@pytest.mark.e2e
 def test_a_curriculum_of_the_same_weights_lets_the_filling_follow_the_plan(tmp_path: Path) -> None:
     mixed = cs.mix({"a": ([{"x": n} for n in range(200)], 1), "b": ([{"x": n} for n in range(200)], 1)})
     source_of = np.array([mixed.locate(unit)[0] for unit in range(400)])
@@ -459,6 +469,7 @@ def test_a_curriculum_of_the_same_weights_lets_the_filling_follow_the_plan(tmp_p
     assert second["b"] > 75
 
 
+@pytest.mark.e2e
 def test_a_worker_fills_from_named_sources_and_the_loader_draws_by_name(tmp_path: Path) -> None:
     web = [{"x": np.full(16, n, np.float32)} for n in range(90)]
     code = [{"x": np.full(16, -1 - n, np.float32)} for n in range(10)]

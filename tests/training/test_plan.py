@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def test_without_drop_last_fewer_samples_than_ranks_are_dropped_and_shares_diffe
         assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.e2e
 @given(SAMPLES, BATCH, RANKS, st.data())
 def test_the_position_of_a_batch_is_where_the_batches_before_it_end(
     samples: int, batch: int, ranks: int, data: st.DataObject

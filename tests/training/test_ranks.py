@@ -26,6 +26,7 @@ def epochs_of(loader: EpochLoader, count: int) -> Epochs:
     return found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("own_caches", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
@@ -83,6 +84,7 @@ def test_a_peek_and_a_length_after_a_break_cost_no_epoch_where_ranks_agree(
     assert set(results[0][3]).isdisjoint(results[1][3])
 
 
+@pytest.mark.e2e
 def test_ranks_that_leave_epochs_early_or_jump_stay_together(new_cache: NewCache, new_job: NewJob) -> None:
     cache = new_cache(4, 10)
 
@@ -106,6 +108,7 @@ def test_ranks_that_leave_epochs_early_or_jump_stay_together(new_cache: NewCache
     assert first[1] == first[13]
 
 
+@pytest.mark.e2e
 def test_a_job_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: NewJob) -> None:
     cache = new_cache(4, 12)
 
@@ -126,6 +129,7 @@ def test_a_job_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: 
         assert sorted(n for part in [h[0] for h in heads] + tails for n in part) == list(range(48))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("made_by", [0, 2])
 @pytest.mark.parametrize(
     "sampler", [None, lambda data: BatchSampler(SequentialSampler(data), 3, drop_last=False)]
@@ -152,6 +156,7 @@ def test_a_checkpoint_of_one_rank_resumes_ranks_of_other_caches_too(
     assert new_job(3).run(tail) == [rest for _, rest in heads]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("done", [3, 7])
 def test_an_epoch_of_fixed_length_keeps_it_when_it_is_resumed_with_more_or_fewer_caches(
@@ -180,6 +185,7 @@ def test_an_epoch_of_fixed_length_keeps_it_when_it_is_resumed_with_more_or_fewer
     assert [len(whole) for _, whole in tails] == [length // after] * after
 
 
+@pytest.mark.e2e
 def test_a_cache_that_comes_to_a_resumed_epoch_with_nothing_is_waited_for(
     new_cache: NewCache, new_job: NewJob
 ) -> None:
@@ -267,6 +273,7 @@ def test_a_failed_epoch_can_be_tried_again_by_all(new_cache: NewCache, new_job: 
     assert [[len(epoch) for epoch in result] for result in results] == [[2, 2]] * 2
 
 
+@pytest.mark.e2e
 def test_a_rank_whose_trainer_pauses_still_answers_the_others(new_cache: NewCache, new_job: NewJob) -> None:
     """A rank that computes for longer than the deadline in mid-epoch is not taken for dead."""
     cache, job = new_cache(4, 24), new_job(2)

@@ -68,6 +68,7 @@ def test_ranks_that_are_started_again_over_the_same_store_meet_one_another_and_n
             assert [found.result(PATIENCE_S) for found in (first, *late)] == [expected] * 3
 
 
+@pytest.mark.e2e
 def test_a_rank_that_nobody_answers_names_rank_0_or_ends_when_closed(dist: Dist) -> None:
     job = ProcessGroup(1, 3, None)
     with pytest.raises(RankMismatchError, match=r"rank 0 has not come to the test within 0\.2 s"):
@@ -88,6 +89,7 @@ def stoppable() -> Iterator[tuple[int, int]]:
         child.kill()
 
 
+@pytest.mark.e2e
 def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answer(
     stoppable: tuple[int, int],
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
         line.call(lambda store: store.check(["not there"]))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_store_whose_host_is_gone_is_an_error_that_names_it_within_the_deadline(
     how: signal.Signals, stoppable: tuple[int, int], monkeypatch: pytest.MonkeyPatch

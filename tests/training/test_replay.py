@@ -69,6 +69,7 @@ def test_manifests_may_lie_at_the_users_home(
         assert epochs(loader, 1) == trained
 
 
+@pytest.mark.e2e
 def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_path: Path) -> None:
     """An epoch that is resumed twice, with other batch sizes, and after a shard was lost."""
     cache, folder = new_cache(4, 10), tmp_path / "run"
@@ -96,6 +97,7 @@ def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_
         assert [n for batch in epochs(loader, 1)[0] for n in batch] == trained
 
 
+@pytest.mark.e2e
 def test_ranks_with_caches_of_their_own_leave_a_manifest_for_each_and_replay_both(
     new_cache: NewCache, new_job: NewJob, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def recording() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-record")]
 
 
+@pytest.mark.e2e
 def test_a_disk_that_does_not_answer_costs_a_warning_and_neither_the_state_nor_the_end(
     disk: threading.Event, new_cache: NewCache, tmp_path: Path
 ) -> None:

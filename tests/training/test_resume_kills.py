@@ -97,6 +97,7 @@ def test_eight_kills_change_no_batch_of_any_epoch(new_cache: NewCache, tmp_path:
     check_alone(new_cache, tmp_path, 8)
 
 
+@pytest.mark.e2e
 def test_six_kills_with_other_ranks_and_batch_sizes_and_a_growing_cache_lose_and_repeat_nothing(
     new_cache: NewCache, tmp_path: Path
 ) -> None:

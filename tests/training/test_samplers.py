@@ -95,6 +95,7 @@ GAPPY: Any = [[], [0, 1], [], [2, 3], [], [], [4], [5, 6], []]
 WHOLE = [batch for batch in GAPPY if batch]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("options", [{}, {"with_keys": True}, {"batch_transform": dict}], ids=str)
 def test_batches_without_samples_are_left_out_also_after_a_resume(
     options: dict[str, Any], new_cache: NewCache
@@ -141,6 +142,7 @@ def test_a_sampler_of_batches_without_samples_is_one_that_gives_nothing(new_cach
         next(iter(loader))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", [*SAMPLERS, *BATCHED])
 def test_ranks_together_go_through_the_same_samples_in_the_same_order_whatever_their_number(
     name: str, new_cache: NewCache, new_job: NewJob
@@ -156,6 +158,7 @@ def test_ranks_together_go_through_the_same_samples_in_the_same_order_whatever_t
         assert len(order) > len(orders[0]) - (8 if name in SAMPLERS else 32)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_distributed_sampler_gives_all_ranks_together_each_sample_once(
     shuffle: bool, new_cache: NewCache, new_job: NewJob
@@ -188,6 +191,7 @@ class Bucket:
         return iter(self.given)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("batched", [False, True])
 def test_each_rank_gets_what_its_own_sampler_gave_it_also_after_a_resume_on_all_from_one_checkpoint(
     batched: bool, new_cache: NewCache, new_job: NewJob
@@ -215,6 +219,7 @@ def test_each_rank_gets_what_its_own_sampler_gave_it_also_after_a_resume_on_all_
     assert new_job(2).run(tail) == [rest, other_rest]
 
 
+@pytest.mark.e2e
 def test_each_rank_gets_its_own_where_the_nodes_have_unequal_numbers_of_ranks_also_when_one_is_replaced(
     new_cache: NewCache, new_job: NewJob
 ) -> None:
@@ -265,6 +270,7 @@ def test_lists_put_together_give_each_rank_its_own_when_they_are_split(
         assert given == one[: least - least % batch_size if drop_last else least]
 
 
+@pytest.mark.e2e
 def test_weights_by_position_for_a_dataset_of_another_length_are_refused(new_cache: NewCache) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4, sampler=data.WeightedRandomSampler([1.0] * 16, 16)) as loader:

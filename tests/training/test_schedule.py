@@ -75,6 +75,7 @@ class Trainer:
         return asked[1]
 
 
+@pytest.mark.e2e
 def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_are_gone() -> None:
     trainer = Trainer(batches=100)
     trainer.gather(4)

@@ -41,6 +41,7 @@ class Counted:
 # --- what is selected
 
 
+@pytest.mark.e2e
 def test_an_epoch_has_exactly_the_samples_where_the_condition_holds(new_cache: NewCache) -> None:
     cache = new_cache(5, 12)
     with EpochLoader(cache, 3, where=thirds, drop_last=False) as loader:
@@ -98,6 +99,7 @@ def test_shards_without_a_selected_sample_are_no_part_of_an_epoch_and_can_be_evi
         assert [row.uses for row in tables.shards()] == [1, 1, 1]
 
 
+@pytest.mark.e2e
 def test_a_condition_goes_together_with_a_split(new_cache: NewCache) -> None:
     cache = new_cache(6, 50)
     found: dict[str, set[int]] = {}
@@ -110,6 +112,7 @@ def test_a_condition_goes_together_with_a_split(new_cache: NewCache) -> None:
     assert found["held-out"]
 
 
+@pytest.mark.e2e
 def test_an_epoch_size_and_min_samples_count_what_is_selected(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(4, 12), 2, where=thirds, epoch_size=10) as loader:
         assert len(loader) == 5
@@ -132,6 +135,7 @@ def test_every_order_draws_the_selected_samples_once(new_cache: NewCache, option
             assert batch["__key__"] == [f"k{n}" for n in batch["number"].tolist()]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_dataloader_workers_have_the_selected_samples(new_cache: NewCache, start: str) -> None:
     cache = new_cache(3, 12)
@@ -186,6 +190,7 @@ def test_a_recorded_epoch_is_replayed(new_cache: NewCache, tmp_path: Any) -> Non
         assert [numbers([batch]) for batch in loader] == before
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("own_caches", [False, True])
 def test_ranks_have_equal_lengths_and_no_sample_twice(
     new_cache: NewCache, new_job: NewJob, own_caches: bool
@@ -367,6 +372,7 @@ def test_texts_and_tensors_that_vary_are_named(cache_of: CacheOf) -> None:
         cache.snapshot(where=lambda columns: columns["t"] > 1)
 
 
+@pytest.mark.e2e
 def test_a_condition_that_selects_nothing_says_how_many_there_are(new_cache: NewCache) -> None:
     cache = new_cache(2, 8)
     with pytest.raises(NotEnoughSamplesError, match="where= selects 0 of the 16 samples"):
@@ -377,6 +383,7 @@ def test_a_condition_that_selects_nothing_says_how_many_there_are(new_cache: New
         list(loader)
 
 
+@pytest.mark.e2e
 def test_the_processor_time_of_a_slow_condition_counts_as_waiting(new_cache: NewCache) -> None:
     cache, evaluated = new_cache(1, 8), 0
 

@@ -16,6 +16,7 @@ DRAWS = st.lists(
 )
 
 
+@pytest.mark.e2e
 @given(DRAWS)
 def test_each_shard_is_distinct_once_however_shards_come_and_go(draws: list[tuple[list[int], float]]) -> None:
     """A shard has as many samples as its id, and each draw takes a share of what it has."""

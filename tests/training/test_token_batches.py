@@ -36,6 +36,7 @@ def padded(batch: list[int]) -> int:
     return max(LENGTHS[n] for n in batch) * len(batch)
 
 
+@pytest.mark.e2e
 @given(
     lengths=st.lists(st.integers(0, 50), max_size=200),
     budget=st.integers(50, 300),
@@ -86,6 +87,7 @@ def test_an_epoch_has_every_sample_within_the_budget(cache: Cache, shuffle: bool
         assert all(len(batch) <= 16 and padded(batch) <= 120 for batch in batches)
 
 
+@pytest.mark.e2e
 def test_less_is_padding_than_in_batches_of_a_fixed_size(cache: Cache) -> None:
     shares = []
     for options in ({"max_tokens": {"t": 320}}, {}):
@@ -95,6 +97,7 @@ def test_less_is_padding_than_in_batches_of_a_fixed_size(cache: Cache) -> None:
     assert shares[1] > 0.3
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_make_the_same_steps_with_batches_of_like_length(
     cache: Cache, new_job: NewJob, size: int
@@ -145,6 +148,7 @@ def test_an_epoch_size_is_the_most_that_is_drawn(cache: Cache) -> None:
         assert sum(map(len, drawn(loader))) == 50
 
 
+@pytest.mark.e2e
 def test_a_sample_above_the_budget_is_refused_and_a_condition_leaves_it_out(cache: Cache) -> None:
     says = r"50 of 200 samples are longer, up to 40 tokens.*where=lambda columns"
     with EpochLoader(cache, 16, max_tokens={"t": 30}) as loader, pytest.raises(ConfigError, match=says):

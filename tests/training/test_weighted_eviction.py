@@ -83,6 +83,7 @@ def small(path: Path, eviction: str = "least-weight") -> cs.Cache:
     return cache
 
 
+@pytest.mark.e2e
 def test_a_shard_weighs_as_much_as_its_samples_on_average_at_the_next_epoch(tmp_path: Path) -> None:
     with small(tmp_path / "cache") as cache:
         with cs.EpochLoader(cache, 8, weights=True, prefetch=1) as loader:

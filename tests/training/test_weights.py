@@ -45,6 +45,7 @@ def test_each_sample_is_drawn_as_often_as_its_share_of_the_weights_says_rounded(
         assert not times[array == 0].any()
 
 
+@pytest.mark.e2e
 def test_the_draw_is_unbiased_and_in_random_order() -> None:
     weights = np.array([1.0, 2.0, 0.5, 4.0])
     times = sum(np.bincount(draw(weights, 3, key), minlength=4) for key in range(4000))
@@ -91,6 +92,7 @@ def test_a_sample_without_a_weight_has_the_mean_of_those_that_have_one() -> None
     assert len(weights._known[0]) == 2
 
 
+@pytest.mark.e2e
 def test_the_keys_of_a_shard_are_checked_before_they_are_read(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_weights_travel_in_the_state(new_cache: NewCache) -> None:
         assert not keys(loader)["k1"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("own_caches", [False, True])
 def test_ranks_draw_by_the_weights_that_all_of_them_gave(
     own_caches: bool, new_cache: NewCache, new_job: NewJob
@@ -164,6 +167,7 @@ def test_ranks_draw_by_the_weights_that_all_of_them_gave(
     assert abs(drawn["k4"] - drawn["k7"]) <= 2
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:.* samples of epoch 0 are not cached any more")
 @pytest.mark.parametrize("lost", ["the node", "its shards"])
 def test_ranks_resume_where_one_of_their_caches_has_nothing_left_of_the_epoch(
@@ -199,6 +203,7 @@ def test_ranks_resume_where_one_of_their_caches_has_nothing_left_of_the_epoch(
     assert not old_next["k1"] + new_next["k201"]
 
 
+@pytest.mark.e2e
 def test_a_resumed_epoch_of_fixed_length_ends_where_too_little_is_left_for_all_ranks(
     new_cache: NewCache, new_job: NewJob
 ) -> None:

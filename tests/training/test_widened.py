@@ -88,6 +88,7 @@ def test_an_epoch_begun_before_is_resumed_and_replayed_with_equal_values(
         assert [batch["score"].tolist() for batch in loader] == trained
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_dataset_gives_floats_here_and_in_the_workers_of_a_dataloader(cache: Cache, start: str) -> None:

@@ -86,6 +86,7 @@ def remote_of(backend: str, port: int, kind: str) -> tuple[Remote, str]:
     return remote, f"/{kind}/a.bin" if backend == "webhdfs" else f"http://127.0.0.1:{port}/{kind}/a.bin"
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("deadlines")
 @pytest.mark.parametrize("fault", ["connect", "silent", "stalled", "dripping"])
 @pytest.mark.parametrize(("reader", "backend"), READ_BY)
@@ -101,6 +102,7 @@ def test_a_server_that_keeps_one_waiting_is_given_up(
     unruly_server.hang_up()  # ends the calls that were left behind
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("deadlines")
 @pytest.mark.parametrize(("reader", "backend"), READ_BY)
 def test_a_server_that_was_given_up_is_read_when_it_answers(
@@ -113,6 +115,7 @@ def test_a_server_that_was_given_up_is_read_when_it_answers(
     assert len(READERS[reader](remote, path)) > 0
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("deadlines")
 @pytest.mark.parametrize(
     ("reader", "fault"),
@@ -145,6 +148,7 @@ def test_an_s3_that_keeps_one_waiting_is_given_up(
     s3_proxy.heal()
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("deadlines")
 def test_an_ftp_server_that_accepts_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
@@ -155,6 +159,7 @@ def test_an_ftp_server_that_accepts_and_says_nothing_is_given_up() -> None:
         assert time.monotonic() - begun_s < BOUND_S
 
 
+@pytest.mark.e2e
 def test_deadlines_of_the_user_win(unruly_server: UnrulyServer) -> None:
     aiohttp: Any = pytest.importorskip("aiohttp")
     patient = {"timeout": aiohttp.ClientTimeout(total=0.5)}
@@ -174,6 +179,7 @@ def test_a_named_pipe_and_a_file_that_shrinks_keep_nobody_waiting(tmp_path: Path
             reader(Remote(str(tmp_path)), str(tmp_path / "pipe"))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("deadlines")
 def test_a_driver_that_shows_no_bytes_is_asked_for_less_until_a_slow_link_brings_that_in_time(
     monkeypatch: pytest.MonkeyPatch,

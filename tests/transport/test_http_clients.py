@@ -69,6 +69,7 @@ def test_a_hub_that_cannot_be_reached_is_unavailable() -> None:
         FileSource(URL, storage_options=options)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("status", "next_step"), [(401, "credentials"), (403, "denied"), (404, "check the path")]
 )

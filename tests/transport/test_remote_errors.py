@@ -150,6 +150,7 @@ def test_redact_strips_user_info_and_query_and_leaves_the_rest(url: str, expecte
     assert redact(expected) == expected
 
 
+@pytest.mark.e2e
 @given(st.text("abc/?=&@:", max_size=20), st.sampled_from(["https", "s3", "ftp"]))
 def test_no_user_info_survives_redaction(rest: str, scheme: str) -> None:
     assert "CANARY" not in redact(f"{scheme}://user:CANARY@host/{rest}")

@@ -87,6 +87,7 @@ def open_files() -> Remote:
 # --- a driver that blocks
 
 
+@pytest.mark.e2e
 def test_a_file_of_a_blocking_driver_is_resumed_where_it_broke(
     files: Callable[[], Remote], fetched: list[int]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_file_of_a_blocking_driver_is_resumed_where_it_broke(
         assert stream.read_whole() == DATA[5:]
 
 
+@pytest.mark.e2e
 def test_a_file_that_was_replaced_before_it_is_resumed_is_read_anew(files: Callable[[], Remote]) -> None:
     remote, other = files(), DATA[::-1]
 
@@ -184,6 +186,7 @@ def test_a_file_object_is_read_to_its_end_in_one_call() -> None:
 # --- what is asked for, and what is raised
 
 
+@pytest.mark.e2e
 def test_every_request_for_a_part_is_announced_before_it_is_made(unruly_server: UnrulyServer) -> None:
     events: list[tuple[str, int]] = []
     metering.install(lambda n: events.append(("came", n)), lambda n: events.append(("asked", n)))
@@ -198,6 +201,7 @@ def test_every_request_for_a_part_is_announced_before_it_is_made(unruly_server: 
         metering.install(None)
 
 
+@pytest.mark.e2e
 def test_a_small_object_is_charged_with_what_objects_before_it_had(
     s3_server: S3Server, s3_bucket: Any
 ) -> None:
@@ -213,6 +217,7 @@ def test_a_small_object_is_charged_with_what_objects_before_it_had(
     assert asked == [3000]
 
 
+@pytest.mark.e2e
 def test_a_whole_file_that_is_missing_raises_the_error_of_the_driver_on_every_remote(
     unruly_server: UnrulyServer, s3_server: S3Server, s3_bucket: Any
 ) -> None:

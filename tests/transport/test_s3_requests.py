@@ -86,6 +86,7 @@ def bucket(s3_server: S3Server, s3_bucket: Path) -> Bucket:
     return opened
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "key",
     [
@@ -135,6 +136,7 @@ def test_errors_are_those_of_the_client(bucket: Bucket, key: str, wanted: dict[s
     assert str(ours.value).partition(" (")[0] == str(theirs.value).partition(" (")[0] != ""
 
 
+@pytest.mark.e2e
 def test_a_busy_server_is_one_for_either(s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path) -> None:
     (s3_bucket / "first").write_bytes(DATA)
     bucket = Bucket(f"s3://{s3_bucket.name}", **s3_server.options_through(s3_proxy.port))
@@ -151,6 +153,7 @@ def test_a_busy_server_is_one_for_either(s3_server: S3Server, s3_proxy: FaultyPr
     assert bucket.composed == 1
 
 
+@pytest.mark.e2e
 def test_a_body_that_breaks_is_an_error(s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path) -> None:
     (s3_bucket / "first").write_bytes(DATA)
     bucket = Bucket(f"s3://{s3_bucket.name}", **s3_server.options_through(s3_proxy.port))
@@ -190,6 +193,7 @@ def test_a_client_of_another_release_is_asked_in_its_own_way(
     assert bucket.known.strikes >= s3_requests.MAX_STRIKES
 
 
+@pytest.mark.e2e
 def test_a_release_that_signs_in_another_way_makes_all_requests(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +212,7 @@ def test_a_pattern_that_does_again_has_no_strikes(bucket: Bucket) -> None:
     assert (bucket.composed, bucket.known.strikes) == (2, 0)
 
 
+@pytest.mark.e2e
 def test_what_is_denied_is_denied_by_the_client(s3_server: S3Server, bucket: Bucket) -> None:
     pattern = bucket.known.pattern
     denied = Bucket(f"s3://{bucket.name}", **{**s3_server.storage_options, "secret": "not the secret"})
@@ -254,6 +259,7 @@ def test_no_secret_is_in_what_is_known_of_a_bucket(bucket: Bucket, s3_server: S3
     }
 
 
+@pytest.mark.e2e
 def test_filesystems_share_the_descriptions_of_the_api_and_nothing_else(s3_server: S3Server) -> None:
     one, other = (Remote("s3://a", s3_server.storage_options).driver().filesystem for _ in range(2))
     assert one.session is not other.session
@@ -302,6 +308,7 @@ def test_an_answer_without_an_etag_has_one_version_whoever_composed_the_request(
     assert version_of_s3(by_client) == version_of_s3(by_pattern)
 
 
+@pytest.mark.e2e
 def test_a_filesystem_that_is_collected_beside_a_running_event_loop_is_closed_on_its_own(
     s3_server: S3Server, s3_bucket: Path
 ) -> None:

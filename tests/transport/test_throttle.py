@@ -58,6 +58,7 @@ def spend_together(context: Any, path: Path, rate: float) -> tuple[float, float]
     return spent / elapsed / rate, min(each) / max(each)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_processes_together_hold_the_rate_within_5_percent(tmp_path: Path, method: str) -> None:
@@ -104,6 +105,7 @@ def test_a_state_of_another_boot_does_not_block(tmp_path: Path) -> None:
     throttle.close()
 
 
+@pytest.mark.e2e
 def test_a_full_disk_is_an_error_and_no_signal(small_disk: Path) -> None:
     with open(small_disk / "theirs", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
@@ -122,6 +124,7 @@ def hold_lock(path: Path, ready: Any) -> None:
         signal.pause()
 
 
+@pytest.mark.e2e
 def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(
     throttle.close()
 
 
+@pytest.mark.e2e
 def test_a_long_wait_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert metering.TICK_S <= 1
     monkeypatch.setattr(metering, "TICK_S", 0.05)

@@ -69,6 +69,7 @@ def main():
 """
 
 
+@pytest.mark.e2e
 def test_a_forked_process_has_its_pipes_its_job_and_nothing_else_and_is_waited_for_and_outlives_its_server(
     tmp_path: Path,
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_forked_process_has_its_pipes_its_job_and_nothing_else_and_is_waited_f
     assert others[5:] == ["[None, None]", "None", "7"], "of a killed server it stays, and no other comes"
 
 
+@pytest.mark.e2e
 def test_a_fork_server_that_does_not_answer_is_ended_at_the_deadline(tmp_path: Path) -> None:
     body = (
         "server._socket.settimeout(0.5)\n"  # not 10 s
@@ -109,6 +111,7 @@ def test_a_fork_server_that_does_not_answer_is_ended_at_the_deadline(tmp_path: P
     assert run(tmp_path, body) == ["[None, None]", "gone"]
 
 
+@pytest.mark.e2e
 def test_a_fork_server_that_the_system_refuses_a_process_is_gone(tmp_path: Path) -> None:
     body = START.format(said=b"hello\n") + (
         "import resource\n"
@@ -118,6 +121,7 @@ def test_a_fork_server_that_the_system_refuses_a_process_is_gone(tmp_path: Path)
     assert run(tmp_path, body) == ["None"]
 
 
+@pytest.mark.e2e
 def test_a_refusal_is_told_at_once_while_other_processes_run(tmp_path: Path) -> None:
     body = (
         START.format(said=b"stay\n")
@@ -168,6 +172,7 @@ def test_a_fork_server_has_the_driver_of_the_source_and_the_supervisor_has_not(
     assert ["aiohttp" in one for one in maps] == [True, False]
 
 
+@pytest.mark.e2e
 def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_source_does_not_bring() -> (
     None
 ):

@@ -50,6 +50,7 @@ def through_memory(payload: Packed) -> Job:
     return load_shared(share(pickle.loads(pickle.dumps(job_of(payload)))))
 
 
+@pytest.mark.e2e
 def test_names_arrive_unchanged_and_are_not_copied() -> None:
     names = Names(f"folder/{number:09d}.jpg" for number in range(20_000))
     before = len(os.listdir("/proc/self/fd"))

@@ -136,6 +136,7 @@ def test_a_connection_that_ends_in_mid_listing_is_taken_up_again(
     assert only_once(cache) == keys
 
 
+@pytest.mark.e2e
 def test_a_lister_shows_life_while_a_driver_that_is_not_asynchronous_waits_for_a_folder(
     cache: Cache, server: FTPServer, tree: str
 ) -> None:

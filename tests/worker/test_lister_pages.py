@@ -371,6 +371,7 @@ def put_images(bucket: Path, names: list[str]) -> None:
         shutil.copy(bucket / names[0], bucket / name)
 
 
+@pytest.mark.e2e
 def test_labelled_images_are_cached_after_one_page_and_those_of_a_deeper_folder_are_left_out_and_counted(
     cache: Cache, remote: Remote
 ) -> None:

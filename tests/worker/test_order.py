@@ -69,6 +69,7 @@ def test_the_same_plan_gives_the_same_order_in_every_process() -> None:
     assert first == again
 
 
+@pytest.mark.e2e
 @given(
     st.sampled_from(["shuffle", "sequential", "weighted", "sampler"]),
     st.integers(-(2**70), 2**70),
@@ -149,6 +150,7 @@ def test_an_endless_source_is_refused_by_its_name(check: Callable[..., Any]) -> 
         check([1.0], None)
 
 
+@pytest.mark.e2e
 def test_a_sampler_without_end_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"has given 1,048,576 units and goes on; it must end after one pass"

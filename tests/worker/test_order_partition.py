@@ -33,6 +33,7 @@ def pass_of(kind: str, num_units: int, partition: Partition, *, seed: int, ordin
     return [int(unit) for unit in UnitOrder(made).units(np.arange(made.length or 0))]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["shuffle", "sequential"])
 def test_the_passes_of_all_nodes_together_hold_every_unit_once_whatever_their_seeds_and_passes(
     kind: str,

@@ -65,6 +65,7 @@ def test_kills_within_units_cost_no_window_and_bring_none_twice(cache: Cache) ->
     assert cached(cache) == wanted
 
 
+@pytest.mark.e2e
 def test_what_is_left_over_is_counted(cache: Cache) -> None:
     source = Documents(units=30, samples=2)
     with cs.start_worker(cache, source, num_workers=1, transform=PACKING) as worker:
@@ -92,6 +93,7 @@ def test_a_worker_goes_on_where_the_one_before_was_stopped_and_in_no_other_packi
         worker.wait(timeout_s=DEADLINE_S)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_text_is_packed_from_files_of_each_kind(cache: Cache, tmp_path: Path, kind: str) -> None:
     texts = [f"{number} is a number. " * (number % 7) for number in range(60)]
@@ -123,6 +125,7 @@ def test_a_listing_that_goes_on_is_packed_to_its_end(cache: Cache, tmp_path: Pat
     assert cached(cache) == expected(cs.open_source(str(folder), first_names=None), packing)
 
 
+@pytest.mark.e2e
 def test_held_out_samples_and_windows_do_not_go_together(cache: Cache) -> None:
     with pytest.raises(ConfigError, match=r"pack_tokens\(\) has no holdout=: .* two caches"):
         cs.start_worker(cache, Documents(), transform=PACKING, holdout=0.1)
@@ -133,6 +136,7 @@ def test_held_out_samples_and_windows_do_not_go_together(cache: Cache) -> None:
         cs.start_worker(cache, Documents(units=3), transform=PACKING)
 
 
+@pytest.mark.e2e
 def test_a_wrong_field_is_told_with_the_fields_there_are(cache: Cache, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "a.jsonl", 300)
     fill(cache, str(source), transform=cs.pack_tokens(15))
@@ -141,6 +145,7 @@ def test_a_wrong_field_is_told_with_the_fields_there_are(cache: Cache, tmp_path:
     assert "has no field 'tokens' to pack, but 'text': give pack_tokens(field=)" in failure.reason
 
 
+@pytest.mark.e2e
 def test_a_worker_of_which_no_document_can_be_used_ends_with_the_reason(cache: Cache) -> None:
     with (
         pytest.raises(WorkerError, match=r"has no field 'tokens' to pack, but 'x': give pack_tokens\(field="),

@@ -75,6 +75,7 @@ def test_kills_cost_no_piece_and_bring_none_twice(cache: Cache) -> None:
     assert only_once(cache) == expected(source)
 
 
+@pytest.mark.e2e
 def test_a_generator_that_fails_leaves_the_whole_sample_out(cache: Cache) -> None:
     def fails(sample: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"piece": sample["x"][:10]}
@@ -89,6 +90,7 @@ def test_a_generator_that_fails_leaves_the_whole_sample_out(cache: Cache) -> Non
     assert failures_of(cache) == {"transform": odd}
 
 
+@pytest.mark.e2e
 def test_pieces_are_packed_together_however_small_the_cache(cache: Cache) -> None:
     """More than a quarter of the limit in pieces of one sample."""
     cache.size_limit = "2MB"
@@ -103,6 +105,7 @@ def test_pieces_are_packed_together_however_small_the_cache(cache: Cache) -> Non
     assert cache.num_shards == 2
 
 
+@pytest.mark.e2e
 def test_several_samples_where_samples_are_held_out_are_refused(cache: Cache) -> None:
     with (
         cs.start_worker(cache, Numbers(), num_workers=1, transform=pieces, holdout=0.2) as worker,
@@ -119,6 +122,7 @@ def test_a_tuple_is_one_sample_and_a_list_is_several() -> None:
     assert to_records([1, 2], "key")[0].schema.names == ("0", "1")  # as a source gives it
 
 
+@pytest.mark.e2e
 def test_what_a_slow_generator_takes_counts_as_transform(cache: Cache) -> None:
     def slow(sample: dict[str, Any]) -> Iterator[dict[str, Any]]:
         time.sleep(0.02)

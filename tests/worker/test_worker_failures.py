@@ -40,6 +40,7 @@ def keys_but(units: set[int]) -> set[str]:
     return {f"{unit}/0" for unit in range(100) if unit not in units}
 
 
+@pytest.mark.e2e
 def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) -> None:
     def transform(sample: dict[str, npt.NDArray[Any]]) -> object:
         return misbehave(dict(FAULTS).get(int(sample["unit"]), ""), sample)
@@ -75,6 +76,7 @@ def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None
     assert failures_of(cache) == {"source": 4, "sample": 1, "quarantined": len(KILLERS)}
 
 
+@pytest.mark.e2e
 def test_samples_of_another_kind_are_skipped_and_shapes_that_differ_are_kept(cache: Cache) -> None:
     # Three processes claim two units at a time, so none begins with one of the odd units.
     with cs.start_worker(cache, Ragged(100), num_workers=3, order="sequential") as worker:
@@ -139,6 +141,7 @@ def test_a_transform_that_always_kills_its_process_opens_the_breaker(cache: Cach
     assert cache.num_samples == 0
 
 
+@pytest.mark.e2e
 def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) -> None:
     source = Numbers(75, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:
@@ -182,6 +185,7 @@ def test_a_remote_that_refuses_everything_ends_the_worker_with_one_clear_error(
     assert only_once(cache) == source.keys(), "what was refused was not given up"
 
 
+@pytest.mark.e2e
 def test_a_few_units_that_are_all_refused_end_the_worker_too(tmp_path: Path, cache: Cache) -> None:
     switch = tmp_path / "switch"
     switch.write_text("refused", encoding="utf-8")
@@ -244,6 +248,7 @@ def test_a_stop_during_an_outage_gives_nothing_up(tmp_path: Path, cache: Cache) 
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_odd_keys_and_bad_samples_cost_no_other_of_their_units_and_are_named(cache: Cache) -> None:
     class Odd(Numbers):
         """Numbers that know their places; the fourth unit's first samples have keys that are no str, others odd ones."""
@@ -274,6 +279,7 @@ def test_odd_keys_and_bad_samples_cost_no_other_of_their_units_and_are_named(cac
     assert failures["ValueError: cannot parse ?t?.jpg"][1] == 2
 
 
+@pytest.mark.e2e
 def test_each_sample_of_an_archive_that_cannot_be_used_is_counted(tmp_path: Path, cache: Cache) -> None:
     for name in ("a", "b"):
         with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:

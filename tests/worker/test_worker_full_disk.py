@@ -106,6 +106,7 @@ def check_that_it_goes_on(cache: Cache, disk: Path, worker: cs.Worker) -> None:
     assert not left_files(cache)
 
 
+@pytest.mark.e2e
 def test_processes_that_are_killed_while_the_disk_is_full_are_replaced(
     cache: Cache, small_disk: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_process_without_space_for_the_bandwidth_s_budget_says_that_the_disk_i
         FetchMeter(private_slot(), 1e6, cache.directory.worker_file("budget"))
 
 
+@pytest.mark.e2e
 def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Path) -> None:
     rows = np.zeros(BLOCK // ROW.itemsize - 1, ROW)  # the next but one needs another block
     rows["time_s"] = np.linspace(time.time() - 100.0, time.time() - 10.0, len(rows))
@@ -181,6 +183,7 @@ def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does
         wait_until(lambda: not cache.status().disk_message, "the words are gone")
 
 
+@pytest.mark.e2e
 def test_a_worker_that_is_to_stop_at_its_limit_does_not_stop_for_a_disk_that_others_have_filled(
     cache: Cache, small_disk: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_a_worker_ends_when_its_cache_is_removed(cache: Cache, processes: Processes) -> None:
     cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1, detach=True)
     cache.wait(1, DEADLINE_S)
@@ -99,6 +100,7 @@ def test_a_worker_ends_when_its_cache_is_removed(cache: Cache, processes: Proces
     shutil.rmtree(cache.path, ignore_errors=True)
 
 
+@pytest.mark.e2e
 def test_a_worker_ends_when_another_cache_has_taken_the_place_of_its_own(
     cache: Cache, processes: Processes
 ) -> None:
@@ -122,6 +124,7 @@ def open_in(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.e2e
 def test_processes_hold_no_named_shared_memory_and_none_of_our_files(cache: Cache, tmp_path: Path) -> None:
     with open(tmp_path / "ours", "w", encoding="utf-8") as ours:
         os.set_inheritable(ours.fileno(), True)
@@ -135,6 +138,7 @@ def test_processes_hold_no_named_shared_memory_and_none_of_our_files(cache: Cach
                 assert "libtorch" not in modules, "a sampling process loads no torch of its own accord"
 
 
+@pytest.mark.e2e
 def test_the_worker_stays_when_the_handle_is_dropped(cache: Cache) -> None:
     cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
     count = cache.wait(1, DEADLINE_S)
@@ -160,6 +164,7 @@ def test_a_system_that_refuses_a_process_is_a_worker_error(
         cs.start_worker(cache, Numbers(5))
 
 
+@pytest.mark.e2e
 def test_a_supervisor_that_takes_no_job_is_ended_at_the_deadline(
     cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -175,6 +180,7 @@ def test_a_supervisor_that_takes_no_job_is_ended_at_the_deadline(
     assert not processes.pids()
 
 
+@pytest.mark.e2e
 def test_a_worker_starts_from_a_process_with_a_thousand_open_files(cache: Cache) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2048 if before[1] == resource.RLIM_INFINITY else min(2048, before[1])

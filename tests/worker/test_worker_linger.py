@@ -76,6 +76,7 @@ def test_a_worker_ends_at_once_with_a_job_that_ends_in_order(cache: Cache) -> No
     wait_until(lambda: not cache.has_worker(), "it has ended")
 
 
+@pytest.mark.e2e
 def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) -> None:
     with job(cache, 0.5) as process:
         process.send_signal(signal.SIGKILL)

@@ -47,6 +47,7 @@ def test_any_run_of_units_has_the_shares_while_there_are_units(
         done[source] += 1
 
 
+@pytest.mark.e2e
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.integers(1, 60) | shares_of_three, max_size=12), nodes=st.integers(1, 2))
 def test_every_unit_is_claimed_once_whatever_is_drawn_meanwhile(

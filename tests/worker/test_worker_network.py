@@ -66,6 +66,7 @@ def test_the_processes_of_a_worker_hold_the_bandwidth_within_5_percent_over_any_
     assert best_rate(sent, 1.0) > 0.6 * RATE  # in a second in which the machine was not busy
 
 
+@pytest.mark.e2e
 def test_bytes_fetched_in_an_event_loop_or_a_thread_pool_are_those_of_the_unit(
     cache: Cache, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_tw
             assert {row.length for row in tables.passes()} == {400}
 
 
+@pytest.mark.e2e
 def test_a_catalogue_that_is_lost_before_anything_is_cached_costs_no_sample(cache: Cache) -> None:
     source = Numbers(20, pause_s=0.2)
     with cs.start_worker(cache, source, num_workers=1) as worker:

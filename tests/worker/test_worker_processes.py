@@ -56,6 +56,7 @@ def leaves_orphans(sample: Any) -> Any:
     return sample
 
 
+@pytest.mark.e2e
 def test_orphans_that_end_are_waited_for_while_the_worker_runs(cache: Cache) -> None:
     source = Numbers(40, pause_s=0.001)
     with cs.start_worker(cache, source, num_workers=2, transform=leaves_orphans) as worker:
@@ -94,6 +95,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.e2e
 def test_what_a_transform_has_started_goes_with_its_process(cache: Cache, folder: Path) -> None:
     worker = cs.start_worker(cache, Numbers(3), num_workers=1, transform=Starts(folder, stays))
     with worker:
@@ -105,6 +107,7 @@ def test_what_a_transform_has_started_goes_with_its_process(cache: Cache, folder
     wait_until(lambda: not any(map(is_running, told(folder))), "the others go with theirs")
 
 
+@pytest.mark.e2e
 def test_what_a_transform_has_started_goes_with_a_supervisor_that_is_killed(
     cache: Cache, folder: Path, processes: Processes
 ) -> None:
@@ -135,6 +138,7 @@ other.kill()
 """
 
 
+@pytest.mark.e2e
 def test_a_session_ends_after_its_leader_with_who_is_deaf_and_nobody_else_does() -> None:
     assert run_python(SESSIONS).split() == ["b''", "None", "None"]
 
@@ -149,6 +153,7 @@ class StartsTwo:
         return self.leads(self.stays(sample))
 
 
+@pytest.mark.e2e
 def test_what_a_transform_has_started_goes_at_an_end_in_order_too_unless_it_has_a_session_of_its_own(
     cache: Cache, folder: Path, tmp_path: Path
 ) -> None:
@@ -246,6 +251,7 @@ def test_a_transform_may_end_what_it_has_started_or_forked_by_a_signal(
     processes.wait_until_gone()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
     cache: Cache, processes: Processes, method: str
@@ -314,6 +320,7 @@ print(os.path.exists(f"/proc/{orphan}"), ours.wait(), another.wait())
 """
 
 
+@pytest.mark.e2e
 def test_a_supervisor_whose_caller_has_died_ends_without_a_word(cache: Cache) -> None:
     job = WorkerOptions(num_workers=1).job(cache, Numbers(10))
     answer, to_answer = os.pipe()
@@ -333,10 +340,12 @@ def test_a_supervisor_whose_caller_has_died_ends_without_a_word(cache: Cache) ->
     wait_until(lambda: not cache.has_worker(), "nothing of the worker is left")
 
 
+@pytest.mark.e2e
 def test_orphans_are_waited_for_and_children_of_others_are_not() -> None:
     assert run_python(REAPS).split() == ["False", "3", "4"]
 
 
+@pytest.mark.e2e
 def test_a_line_that_never_ends_comes_in_pieces() -> None:
     said = io.BufferedReader(io.BytesIO(b"one\n" + b"\rprogress" * 100_000))
     pieces = list(printed_lines(said))

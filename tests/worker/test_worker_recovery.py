@@ -200,6 +200,7 @@ def test_of_many_who_need_a_killed_supervisor_one_replaces_it(
     processes.wait_until_gone()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("end", ["stop", "complete", "failed"])
 def test_a_worker_that_ends_in_order_is_not_replaced(
     cache: Cache, tmp_path: Path, processes: Processes, end: str
@@ -314,6 +315,7 @@ def take_descriptors(pid: int) -> tuple[int, int]:
     return before
 
 
+@pytest.mark.e2e
 def test_a_supervisor_that_is_out_of_descriptors_for_a_moment_goes_on_and_replaces_what_died(
     cache: Cache,
 ) -> None:

@@ -53,6 +53,7 @@ def test_a_source_whose_numbers_make_no_sense_is_named(
     assert not cache.has_worker()
 
 
+@pytest.mark.e2e
 def test_a_number_of_units_may_be_numpys(cache: Cache) -> None:
     fill(cache, unusual(np.prod([2, 2])))
     assert cache.num_samples == 4
@@ -82,6 +83,7 @@ def test_an_order_that_says_nothing_of_units_is_refused_by_name(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.e2e
 def test_a_cache_is_not_filled_from_a_mix_with_itself(cache: Cache) -> None:
     fill(cache, Numbers(5))
     with pytest.raises(ConfigError, match="a cache cannot be filled from itself"):
@@ -111,6 +113,7 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
     assert cache.num_samples == 4
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("options", "words"),
     [

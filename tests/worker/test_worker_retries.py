@@ -60,6 +60,7 @@ def evict_and_refill(cache: Cache) -> None:
     wait_until(lambda: cache.fill_state() == "complete", "and is complete")
 
 
+@pytest.mark.e2e
 def test_units_that_failed_are_read_again_in_the_next_pass_and_count_once(
     tmp_path: Path, cache: Cache
 ) -> None:

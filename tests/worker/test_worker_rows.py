@@ -15,6 +15,7 @@ from tests.worker.support import DEADLINE_S, fill, only_once
 NBYTES = 1000
 
 
+@pytest.mark.e2e
 def test_rows_come_once_although_the_remote_goes_away_in_the_middle_of_each_unit(
     cache: Cache, tmp_path: Path
 ) -> None:
@@ -35,6 +36,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_rows_goes_on_there(cache: Cac
     assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_a_transform_sees_each_sample(cache: Cache, tmp_path: Path) -> None:
     source = InRows(2, 41, NBYTES, folder=str(tmp_path))
     fill(cache, source, transform=lambda sample: {"sum": int(sample["x"].sum())})

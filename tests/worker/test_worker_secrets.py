@@ -104,6 +104,7 @@ def test_urls_that_are_signed_anew_are_known_again_and_read_by_their_new_signatu
     assert all(f"{CANARY}4567" in target for target in unruly_server.asked)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", BAD)
 def test_no_error_of_a_source_holds_a_secret_anywhere_in_its_chain(
     unruly_server: UnrulyServer, kind: str
@@ -166,6 +167,7 @@ def put_objects(bucket: Path, count: int) -> None:
         (bucket / f"{number:05d}.bin").write_bytes(bytes(1000))
 
 
+@pytest.mark.e2e
 def test_no_secret_is_written_anywhere_whatever_goes_wrong(
     cache: Cache,
     s3_server: S3Server,

@@ -51,6 +51,7 @@ def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
             assert only_once(cache) == source.keys()
 
 
+@pytest.mark.e2e
 def test_eviction_none_fills_once(tmp_path: Path, cache: Cache) -> None:
     with (
         Cache(cache.path, 2 * MB, eviction="none") as same,
@@ -90,6 +91,7 @@ def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache)
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_what_was_fetched_under_an_earlier_bandwidth_limit_holds_nothing_up(cache: Cache) -> None:
     mistyped = Throttle(cache.directory.worker_file("budget"), 1.0)
     assert mistyped.reserve(10_000_000) > 1_000_000, "seconds"
@@ -125,6 +127,7 @@ def test_the_bandwidth_limit_holds_for_all_processes_together(cache: Cache) -> N
     assert max(stretches) > 0.5 * MB
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("in_rows", [False, True])
 def test_a_sample_that_the_limit_never_holds_is_skipped_and_the_others_are_read_once(
     tmp_path: Path, cache: Cache, in_rows: bool

@@ -61,6 +61,7 @@ def test_units_that_never_answer_hold_up_no_others_and_are_left_out_in_the_end(
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_the_others_come_long_before_it_is_left_out(tmp_path: Path, cache: Cache) -> None:
     source = muted(tmp_path, " ".join(map(str, range(0, 60, 20))))
     with cs.start_worker(cache, source, num_workers=1, concurrency=4, hang_timeout_s=1.5) as worker:
@@ -108,6 +109,7 @@ def test_what_was_put_aside_is_read_by_the_next_process_if_that_is_killed_and_by
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_one_source_of_a_mix_that_is_away_is_waited_for_although_the_other_answers(
     tmp_path: Path, cache: Cache
 ) -> None:
@@ -122,6 +124,7 @@ def test_one_source_of_a_mix_that_is_away_is_waited_for_although_the_other_answe
     assert cache.num_samples == 4 * (4 + 40)
 
 
+@pytest.mark.e2e
 def test_web_servers_that_accept_and_never_answer_hold_up_no_others(cache: Cache) -> None:
     with run_unruly_server() as server:
         urls = [f"{server.url}/good/{number}.bin" for number in range(100)]

@@ -53,6 +53,7 @@ def test_a_reader_that_is_stopped_while_it_reads_holds_the_filling_up_and_does_n
     assert failures_of(cache) == {}
 
 
+@pytest.mark.e2e
 def test_a_job_that_is_suspended_as_a_whole_goes_on_where_it_was(cache: Cache, processes: Processes) -> None:
     source, timeout_s = Numbers(30, pause_s=0.1), 1.5
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=timeout_s) as worker:

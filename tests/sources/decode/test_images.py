@@ -370,6 +370,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_unpacked() -> None
     assert decode_image(data).shape == (3, 64, 64)
 
 
+@pytest.mark.e2e
 def test_a_small_file_of_a_large_image_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
     data = encoded(Image.new("L", (12_000, 12_000)), "PNG")
     (tmp_path / "bomb.png").write_bytes(data)
@@ -383,6 +384,7 @@ def test_a_small_file_of_a_large_image_is_refused_before_it_takes_memory(tmp_pat
     assert peak < 5 << 20
 
 
+@pytest.mark.e2e
 @given(st.data())
 def test_a_damaged_image_is_a_sample_error_or_an_image_of_the_asked_shape(data: st.DataObject) -> None:
     format_ = data.draw(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "JPEG2000"]))

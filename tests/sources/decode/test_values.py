@@ -186,6 +186,7 @@ def test_an_array_that_needs_pickle_is_refused() -> None:
         decoded(stream.getvalue(), ".npy", "x.npy")
 
 
+@pytest.mark.e2e
 @given(st.data())
 def test_a_damaged_npy_file_is_a_sample_error_or_an_array_of_the_declared_size(data: st.DataObject) -> None:
     content = bytearray(saved(np.arange(24, dtype=np.int32).reshape(4, 6)))

@@ -386,6 +386,7 @@ def test_sizes_of_leaves_that_lead_out_of_their_item_are_a_problem(tmp_path: Pat
         read(source, 0)
 
 
+@pytest.mark.e2e
 def test_an_item_that_unpacks_to_far_too_much_is_a_problem_in_bounded_memory(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +407,7 @@ def test_an_item_that_unpacks_to_far_too_much_is_a_problem_in_bounded_memory(
     assert peak < 32 << 20
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["litdata", *PACKED, *ROWS])
 @given(data=st.data())
 def test_damaged_chunks_bring_errors_of_ours_alone(

@@ -441,6 +441,7 @@ def test_images_of_several_sizes_in_one_value_are_a_problem_that_says_what_to_do
     assert read(MDSSource(folder, crop=4), 0)[0][1]["x"].shape == (2, 3, 4, 4)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["mds", "mds-gz", "mds-zstd"])
 @given(data=st.data())
 def test_damaged_shards_bring_errors_of_ours_alone(

@@ -68,6 +68,7 @@ def several_streams() -> None:
     assert torch.accelerator.current_stream() is stream
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("main", [one_stream, several_streams])
 @pytest.mark.parametrize("size", SIZES)
 def test_batches_arrive_whole_however_late_the_device_works(
@@ -95,6 +96,7 @@ def refusals() -> None:
         assert str(caught.value).startswith(says)
 
 
+@pytest.mark.e2e
 def test_a_device_that_is_not_here_is_refused_with_the_one_that_is() -> None:
     run(refusals)
 
@@ -123,6 +125,7 @@ def measured() -> None:
     assert found["device"] == "sim"
 
 
+@pytest.mark.e2e
 def test_the_tools_measure_the_accelerator_that_is_here(cache_of: Any, tmp_path: Path) -> None:
     cache = cache_of([{"x": torch.full((500,), float(i))} for i in range(64)], [32, 32])
     run(measured, cache.path, tmp_path)

@@ -40,6 +40,7 @@ def run(cache: Cache, epochs: int = 2, **options: Any) -> tuple[list[list[float]
     return drawn, dropped
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("transform", [None, noisy, torch.nn.Identity()], ids=["none", "noisy", "module"])
 @pytest.mark.parametrize("sampler", [None, torch.utils.data.RandomSampler])
 def test_the_loader_leaves_the_trainers_generators_alone(
@@ -53,6 +54,7 @@ def test_the_loader_leaves_the_trainers_generators_alone(
     assert states() == before
 
 
+@pytest.mark.e2e
 def test_the_draws_do_not_depend_on_the_thread(new_cache: NewCache) -> None:
     threads: set[str] = set()
     met = threading.Barrier(2)

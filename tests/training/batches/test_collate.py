@@ -105,6 +105,7 @@ def test_bare_arrays_can_be_stacked_by_torch(cache_of: CacheOf) -> None:
     assert batch[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_samples_cross_from_workers_as_they_are(cache_of: CacheOf, kind: str) -> None:

@@ -40,6 +40,7 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor
 CacheOf = Callable[[list[Any], list[int]], Cache]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_comes_back_exactly_in_fixed_and_in_varying_shapes(dtype: str, cache_of: CacheOf) -> None:
     samples = [
@@ -142,6 +143,7 @@ def test_collate_works_on_lists_of_samples_as_the_default_collate_does(cache_of:
         assert [len(value) for value in ragged] == [2, 3]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("in_c", [True, False])
 @given(st.data())
 def test_runs_of_any_lengths_from_anywhere_are_copied_exactly(in_c: bool, data: st.DataObject) -> None:
@@ -166,6 +168,7 @@ def test_numbers_are_read_from_addresses_that_are_multiples_of_nothing() -> None
     assert read_numbers(np.empty(0, np.int64), 3).shape == (0, 3)
 
 
+@pytest.mark.e2e
 def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cache: NewCache) -> None:
     cache = new_cache()
     for shard in range(12):
@@ -185,6 +188,7 @@ def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cach
     lease.release()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("shape", [(3, 1181, 1181), (40_009,), (2, 3), (5,)])  # the second is a prime number
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
 @pytest.mark.parametrize("in_c", [True, False])
@@ -202,6 +206,7 @@ def test_rows_of_any_size_are_gathered(
     lease.release()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("in_c", [True, False])
 def test_reading_a_dataset_leaves_alone_how_many_threads_torch_uses_elsewhere(
     in_c: bool, cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,7 @@ PLACES = st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
 )
 
 
+@pytest.mark.e2e
 @given(
     threads=st.integers(1, 2),
     row_bytes=st.lists(st.one_of(st.integers(0, 260), st.integers(0, 200_000)), max_size=4),
@@ -192,6 +193,7 @@ def test_rows_of_large_batches_are_gathered_whole(row_bytes: int, non_temporal: 
     in_this_thread.check()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_whoever_waits_for_a_task_finds_it_and_all_before_it_done(threads: int) -> None:
     table = Table([3, 1, 70_000], [40, 9], seed=threads)
@@ -214,6 +216,7 @@ def test_whoever_waits_for_a_task_finds_it_and_all_before_it_done(threads: int) 
             task.check()
 
 
+@pytest.mark.e2e
 def test_many_threads_of_python_wait_at_once_each_for_a_task_of_its_own() -> None:
     table = Table([50_000, 8], [30], seed=0)
     tasks = [Task(table, [(0, (n * k) % 30) for k in range(20)]) for n in range(200)]
@@ -234,6 +237,7 @@ def test_many_threads_of_python_wait_at_once_each_for_a_task_of_its_own() -> Non
     assert found == [True] * len(tasks)
 
 
+@pytest.mark.e2e
 def test_a_wait_ends_with_its_time() -> None:
     endless = Endless()
     with new_queue() as queue:
@@ -257,6 +261,7 @@ def test_a_task_that_was_never_submitted_is_not_waited_for() -> None:
         queue.wait(1, DEADLINE_S)
 
 
+@pytest.mark.e2e
 def test_python_goes_on_while_another_of_its_threads_waits() -> None:
     """The one that goes on ends the wait of the other, which would last until all is done if it kept the GIL."""
     endless = Endless()
@@ -278,6 +283,7 @@ def test_python_goes_on_while_another_of_its_threads_waits() -> None:
     assert endless.whole() < endless.COUNT
 
 
+@pytest.mark.e2e
 def test_python_goes_on_while_rows_are_gathered() -> None:
     endless = Endless()
     turns = 0
@@ -288,6 +294,7 @@ def test_python_goes_on_while_rows_are_gathered() -> None:
         assert queue.completed() < last
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_queue_that_is_closed_ends_what_runs_and_begins_nothing_more(threads: int) -> None:
     endless = Endless()
@@ -306,6 +313,7 @@ def test_a_queue_that_is_closed_ends_what_runs_and_begins_nothing_more(threads: 
         endless.submit(queue, 0)
 
 
+@pytest.mark.e2e
 def test_all_who_wait_are_told_when_the_queue_is_closed() -> None:
     endless = Endless()
     found: list[bool] = []
@@ -322,6 +330,7 @@ def test_all_who_wait_are_told_when_the_queue_is_closed() -> None:
     assert found == [False] * 16
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_queue_that_is_dropped_amid_its_work_ends_by_itself(threads: int) -> None:
     before = os.listdir("/proc/self/task")
@@ -340,6 +349,7 @@ def test_a_queue_without_tasks_is_closed_and_dropped() -> None:
     Queue()
 
 
+@pytest.mark.e2e
 def test_more_than_so_many_tasks_at_once_are_refused_and_those_before_are_done() -> None:
     endless = Endless()
     with new_queue() as queue:
@@ -359,6 +369,7 @@ def test_more_than_so_many_tasks_at_once_are_refused_and_those_before_are_done()
         assert endless.submit(queue, 1) == last + 1
 
 
+@pytest.mark.e2e
 def test_numbers_go_on_when_tasks_have_gone_round_the_ring_several_times() -> None:
     table = Table([5, 8], [7, 7], seed=0)
     tasks = [Task(table, [(n % 2, n % 7)]) for n in range(50)]
@@ -474,6 +485,7 @@ ENDS: Final = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("threads", [1, 2])
@@ -505,6 +517,7 @@ else:
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_forked_child_is_refused_what_its_parent_has_and_makes_its_own(threads: int, drops: bool) -> None:

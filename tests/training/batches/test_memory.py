@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from cachestream.training.batches.memory import BufferPool
@@ -38,6 +39,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.e2e
 def test_a_buffer_stays_on_loan_as_long_as_anything_refers_to_its_memory() -> None:
     pools = {view: BufferPool(keep=2) for view in VIEWS}
     addresses, kept, others = {}, {}, {}

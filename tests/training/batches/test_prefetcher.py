@@ -80,6 +80,7 @@ def moved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return is_moved
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -122,6 +123,7 @@ def test_the_samples_of_a_dataset_are_those_that_torch_gathers(
     assert all(map(same, ours, ask()))
 
 
+@pytest.mark.e2e
 def test_a_whole_epoch_comes_as_one_group(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     put = Schedule.put
@@ -161,6 +163,7 @@ def test_a_batch_that_is_changed_in_place_is_no_matter_to_autograd_for_the_other
             loss.backward()
 
 
+@pytest.mark.e2e
 def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
     cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +183,7 @@ def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
     assert max(ahead) <= 4
 
 
+@pytest.mark.e2e
 def test_few_batches_are_in_memory_at_a_time(cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     init = memory._Buffer.__init__
@@ -198,6 +202,7 @@ def test_few_batches_are_in_memory_at_a_time(cache_of: CacheOf, monkeypatch: pyt
     assert sum(size >= 8 << 20 for size in made) <= 6
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("moved")
 def test_an_interrupt_at_any_line_while_a_batch_is_looked_at_costs_none_and_repeats_none(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +239,7 @@ def test_an_interrupt_at_any_line_while_a_batch_is_looked_at_costs_none_and_repe
     assert lines > 1000
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("moved")
 def test_epochs_that_are_left_do_not_hold_up_what_comes_after_them(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(10, 100), 2, seed=1) as loader:
@@ -251,6 +257,7 @@ def test_epochs_that_are_left_do_not_hold_up_what_comes_after_them(new_cache: Ne
         assert begun + numbers(loader) == expected[2]
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("moved")
 def test_other_loaders_and_caches_that_grow_are_no_matter(new_cache: NewCache) -> None:
     cache = new_cache(2, 50)
@@ -264,6 +271,7 @@ def test_other_loaders_and_caches_that_grow_are_no_matter(new_cache: NewCache) -
             add_shard(cache, numbered(had, 10 + epoch))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("moved")
 def test_many_loaders_end_and_leave_no_thread(new_cache: NewCache) -> None:
     cache, before = new_cache(2, 500), len(os.listdir("/proc/self/task"))
@@ -278,6 +286,7 @@ def test_many_loaders_end_and_leave_no_thread(new_cache: NewCache) -> None:
     assert not any(thread.name.startswith("cachestream") for thread in threading.enumerate())
 
 
+@pytest.mark.e2e
 def test_what_a_closed_feed_still_writes_to_is_let_go_once_it_is_written() -> None:
     block, place = np.ones(1 << 20, np.uint8), np.zeros(1, np.int64)
     base, out, copies = np.array([block.ctypes.data], np.int64), np.zeros(1 << 20, np.uint8), 1000
@@ -300,6 +309,7 @@ def test_what_a_closed_feed_still_writes_to_is_let_go_once_it_is_written() -> No
     wait_until(is_gone, "another loader that is closed lets it go")
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_forked_child_is_told_that_it_has_no_threads(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(2, 500), 2) as loader:

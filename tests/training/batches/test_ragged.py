@@ -76,6 +76,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("layout", ["padded", "nested"])
 @given(lengths=LENGTHS, cut=st.integers(0, 12), data=st.data())
 def test_every_field_holds_what_the_lists_hold(
@@ -107,6 +108,7 @@ def ragged_cache(cache_of: CacheOf) -> Cache:
     return cache_of([sample(i, (i % 7, i % 4)) for i in range(24)], [10, 1, 13])
 
 
+@pytest.mark.e2e
 def test_a_loader_gives_padded_fields_with_their_lengths_and_strings_as_ever(cache_of: CacheOf) -> None:
     cache = ragged_cache(cache_of)
     with EpochLoader(cache, 6, seed=3) as listed, EpochLoader(cache, 6, seed=3, ragged="padded") as padded:
@@ -159,6 +161,7 @@ def test_a_field_named_nested_may_have_one_shape(cache_of: CacheOf) -> None:
     assert all(torch.equal(part, torch.full((2, 3), i)) for i, part in enumerate(parts))
 
 
+@pytest.mark.e2e
 def test_batches_that_are_held_stay_as_they_are(cache_of: CacheOf) -> None:
     cache = ragged_cache(cache_of)
     loader = EpochLoader(cache, 4, ragged="nested", seed=1)

@@ -72,6 +72,7 @@ def opened(new_cache: NewCache) -> EpochMaps:
     return maps
 
 
+@pytest.mark.e2e
 def test_the_addresses_of_samples_are_those_of_all_their_bytes_and_no_others(new_cache: NewCache) -> None:
     maps = opened(new_cache)
     with EpochDataset(maps.snapshot, maps=maps) as dataset:
@@ -111,6 +112,7 @@ ORDERS: dict[str, SampleOrder] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(

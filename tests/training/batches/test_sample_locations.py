@@ -24,6 +24,7 @@ def plan_of(samples: int, batch_size: int, ranks: int) -> tuple[SampleOrder, Pla
     return order, Plan(samples, batch_size, ranks, count_batches(samples, batch_size, ranks, drop_last=False))
 
 
+@pytest.mark.e2e
 @given(
     counts=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     batch_size=st.integers(1, 40),

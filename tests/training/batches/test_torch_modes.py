@@ -90,6 +90,7 @@ def test_what_comes_after_inference_mode_can_be_trained_on(plain: Cache) -> None
         train(dataset[0:32])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("layout", ["list", "padded", "nested"])
 def test_a_dataset_that_was_read_in_inference_mode_can_be_trained_on(cache: Cache, layout: Any) -> None:
     with cache.snapshot() as dataset, EpochLoader(cache, 20, ragged=layout) as loader:

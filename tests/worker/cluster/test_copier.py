@@ -53,6 +53,7 @@ def positions_of(spans: Any) -> list[int]:
     return [position for span in spans for position in range(span.start[0], span.stop[0])]
 
 
+@pytest.mark.e2e
 @given(
     st.dictionaries(st.integers(0, 9), st.integers(0, 3), min_size=1).filter(
         lambda found: any(found.values())
@@ -84,6 +85,7 @@ def test_a_part_has_the_samples_of_the_other_positions(counts: dict[int, int], g
         assert opened(once_more[0]).keys() == [f"{p}/{offset}" for p, offset in kept if p == kept[0][0]]
 
 
+@pytest.mark.e2e
 @given(st.sets(st.integers(0, 12)))
 def test_spans_are_cut_at_positions_and_keep_their_offsets(gone: set[int]) -> None:
     packer = Packer()

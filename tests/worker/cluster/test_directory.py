@@ -36,6 +36,7 @@ def most_blocks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes, blocks, groups, st.one_of(st.none(), st.integers(1, 4)), st.randoms(use_true_random=False))
 def test_each_position_is_made_once_while_all_caches_stay(
@@ -73,6 +74,7 @@ ACTIONS = (
 )
 
 
+@pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes,
@@ -121,6 +123,7 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
     assert not group.directory._members
 
 
+@pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes, blocks, st.integers(3, 5), st.integers(2, 4), st.integers(0, 9), st.randoms(use_true_random=False)
@@ -154,6 +157,7 @@ def test_replicas_that_go_with_a_cache_are_made_of_those_that_are_left(
     assert set(evicts.shards) == kept  # what it has no space for does not come again
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("length", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_all_interleavings_of_two_caches_end_with_all_samples_once(length: int) -> None:
     steps = [("a", "sync"), ("b", "sync"), ("a", "make"), ("b", "make"), ("b", "ask"), ("b", "arrive")]
@@ -258,6 +262,7 @@ def test_the_highest_ordinal_is_told_to_all() -> None:
     assert [answer.ordinal for answer in answers] == [3, 3]
 
 
+@pytest.mark.e2e
 @given(st.integers(2, 4), st.integers(1, 8), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_an_exchange_brings_shards_of_one_pass_of_each_other_partition(
     count: int, length: int, wanted: int, rng: Random
@@ -303,6 +308,7 @@ def test_an_exchange_takes_no_shard_that_overlaps_another() -> None:
     assert not group.sync("a", CacheReport(ours, 4, making=((0, 4),), exchange=8, added=(other,)), 1.1).copies
 
 
+@pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes, blocks, st.randoms(use_true_random=False))
 def test_a_cache_copies_all_from_two_that_have_made_all_alone(
@@ -320,6 +326,7 @@ def test_a_cache_copies_all_from_two_that_have_made_all_alone(
     assert not late.made
 
 
+@pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes, blocks, st.integers(1, 3), st.sets(st.integers(0, 8)), st.randoms(use_true_random=False))
 def test_a_cache_that_joins_a_later_pass_makes_nothing_that_the_others_hold(
@@ -349,6 +356,7 @@ def test_a_cache_that_joins_a_later_pass_makes_nothing_that_the_others_hold(
     assert not held & set(late.made)
 
 
+@pytest.mark.e2e
 def test_an_answer_names_few_copies_of_many() -> None:
     length = 500
     group = GroupModel(Units((1,) * length), ("a", "b"))
@@ -373,12 +381,14 @@ def disjoint_spans(draw: st.DrawFn) -> list[Span]:
 UNITS = Units((3,) * 7)
 
 
+@pytest.mark.e2e
 @given(disjoint_spans(), st.integers(0, 7), st.integers(0, 7))
 def test_covers_agrees_with_sets(spans: list[Span], start: int, stop: int) -> None:
     wanted = {(position, offset) for position in range(start, stop) for offset in range(4)}
     assert covers(spans, start, stop) == (wanted <= UNITS.samples(spans))
 
 
+@pytest.mark.e2e
 @given(disjoint_spans(), disjoint_spans())
 def test_overlap_agrees_with_sets(spans: list[Span], others: list[Span]) -> None:
     common = UNITS.samples(spans) & UNITS.samples(others)

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,7 @@ def rows(chunk: SampleChunk) -> list[Any]:
     return [(decode_key(key), table.schema.names, one) for key, one in zip(table.keys, values, strict=True)]
 
 
+@pytest.mark.e2e
 @given(UNITS)
 def test_samples_arrive_in_their_units_and_in_order(units: list[list[Any]]) -> None:
     expected: list[Read] = []

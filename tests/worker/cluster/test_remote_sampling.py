@@ -367,12 +367,14 @@ def test_a_cluster_whose_head_is_replaced_is_used_again(
     assert not cache.status().failures
 
 
+@pytest.mark.e2e
 def test_without_a_cluster_the_error_says_so(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(WorkerError, match="no Ray cluster answers"):
         fill(cache, Named(5), **OPTIONS)
 
 
+@pytest.mark.e2e
 def test_without_ray_the_engine_is_refused(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"cachestream\[ray\]"):

@@ -209,6 +209,7 @@ def test_a_process_that_attaches_must_want_the_same_group(members: Members, tmp_
         members.restart(0, source, replicas=2)
 
 
+@pytest.mark.e2e
 def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = numbers(tmp_path)
     with Cache(tmp_path / "cache", size_limit="50MB", min_free=0) as cache:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from cachestream import Cache
 from tests.worker.support import run_python
 
@@ -24,6 +26,7 @@ print("supervisor:", loaded(None)["names"])
 """
 
 
+@pytest.mark.e2e
 def test_no_process_loads_ray(tmp_path: Path) -> None:
     found = run_python(SCRIPT, str(tmp_path / "cache"))
     ours = "cachestream.worker.cluster.connection cachestream.worker.cluster.supervision"

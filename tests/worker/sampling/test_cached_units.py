@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def held(spans: Sequence[Span]) -> set[tuple[int, int]]:
     return {place for place in places if any(span.start <= place < span.stop for span in spans)}
 
 
+@pytest.mark.e2e
 @given(SPANS)
 def test_merged_spans_hold_the_same_and_neither_touch_nor_overlap(spans: list[Span]) -> None:
     merged = spans_of(merge_spans(span_array(spans)).tolist())
@@ -54,6 +56,7 @@ def test_merged_spans_hold_the_same_and_neither_touch_nor_overlap(spans: list[Sp
     assert all(one.stop < other.start for one, other in itertools.pairwise(merged))
 
 
+@pytest.mark.e2e
 @given(st.lists(SPANS, min_size=1, max_size=3))
 def test_coverage_tells_of_every_sample_whether_some_pass_holds_it(passes: list[list[Span]]) -> None:
     coverage = Coverage({order(ordinal): span_array(spans) for ordinal, spans in enumerate(passes)})

@@ -48,6 +48,7 @@ def test_tensors_of_every_dtype_keep_dtype_shape_and_bytes(dtype: str, shape: tu
     assert data == tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if shape else data
 
 
+@pytest.mark.e2e
 @given(hnp.arrays(hnp.integer_dtypes(endianness="?") | hnp.floating_dtypes(endianness="?", sizes=(16, 32, 64)),
                   hnp.array_shapes(max_dims=4, min_side=0, max_side=4)))  # fmt: skip
 def test_arrays_in_any_layout_and_byte_order_are_stored_little_endian_in_c_order(
@@ -72,6 +73,7 @@ def test_plain_numbers_and_lists_of_them_become_tensors(value: Any, dtype: str) 
     assert (kind, found, shape, data) == ("tensor", dtype, expected.shape, expected.tobytes())
 
 
+@pytest.mark.e2e
 @given(st.text())
 def test_text_is_stored_as_utf8_whatever_it_holds(text: str) -> None:
     assert only(text) == ("str", "uint8", None, text.encode("utf-8", "surrogatepass"))
@@ -178,6 +180,7 @@ def content(packer: Packer) -> tuple[bytes, list[tuple[str, bytes]]]:
     return encode_header(shard), [(column.name, column.data.tobytes()) for column in shard.columns]
 
 
+@pytest.mark.e2e
 @given(any_rows(), st.data())
 def test_a_table_is_packed_as_its_samples_are(rows: Rows, data: st.DataObject) -> None:
     """In one piece, cut anywhere, or some of its rows."""
@@ -236,6 +239,7 @@ def test_keys_that_are_no_str_are_refused() -> None:
         to_table(Rows(keys, {"x": np.zeros(2)}))
 
 
+@pytest.mark.e2e
 @given(st.lists(st.text(st.characters(exclude_categories=[]) | st.just("\0"))))
 def test_many_keys_are_encoded_as_each_of_them(keys: list[str]) -> None:
     found = encode_keys(keys)

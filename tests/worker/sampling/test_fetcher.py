@@ -323,6 +323,7 @@ def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
     # `fetching` has seen all threads end.
 
 
+@pytest.mark.e2e
 @given(
     st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=12),
     st.integers(1, 4),

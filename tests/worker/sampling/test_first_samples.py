@@ -61,6 +61,7 @@ def test_most_decide_and_of_as_many_those_that_came_first() -> None:
     assert names(rows) == [("{x: str}", 1), ("{x: int32[?]}", 3)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("num_workers", "order", "transform"),
     [(1, "sequential", None), (1, "shuffle", dict), (3, "sequential", None)],
@@ -74,6 +75,7 @@ def test_the_minority_is_left_out_and_counted_whichever_comes_first(
     assert failures_of(cache) == {"schema": 30}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("in_rows", [False, True])
 def test_integers_beside_floats_are_stored_as_floats(tmp_path: Path, in_rows: bool) -> None:
     with Cache(tmp_path / "scores", size_limit="50MB", min_free=0) as cache:
@@ -85,6 +87,7 @@ def test_integers_beside_floats_are_stored_as_floats(tmp_path: Path, in_rows: bo
             assert sorted(scores.tolist()) == [unit + unit % 2 / 2 for unit in range(40)]
 
 
+@pytest.mark.e2e
 def test_lists_of_integers_stay_integers_beside_empty_ones(tmp_path: Path) -> None:
     lists = [[], [1, 2], [3], [], *([unit] for unit in range(4, 40))]
     with Cache(tmp_path / "lists", size_limit="50MB", min_free=0) as cache:
@@ -96,6 +99,7 @@ def test_lists_of_integers_stay_integers_beside_empty_ones(tmp_path: Path) -> No
         assert sorted(values.tolist() for values in found) == sorted(lists)
 
 
+@pytest.mark.e2e
 def test_a_few_samples_of_a_slow_remote_are_not_held_back_for_long(cache: Cache) -> None:
     with cs.start_worker(cache, Numbers(None, pause_s=2.0), num_workers=1, order="sequential"):
         cache.wait(1, DEADLINE_S)

@@ -55,6 +55,7 @@ def test_samples_of_several_shapes_become_flat_data_with_offsets_and_shapes(tmp_
     assert np.array_equal(shard.array("0"), np.concatenate([s.reshape(-1) for s in samples]))
 
 
+@pytest.mark.e2e
 @given(
     st.lists(
         st.tuples(

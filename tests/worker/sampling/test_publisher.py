@@ -111,6 +111,7 @@ def test_a_shard_and_its_progress_appear_together(cache: Cache) -> None:
     process.close()
 
 
+@pytest.mark.e2e
 def test_only_what_is_committed_counts_as_progress_of_a_process(cache: Cache) -> None:
     """Or one that dies of what it would commit would be started again for ever."""
     one, other = Process(cache, "a"), Process(cache, "b")
@@ -128,6 +129,7 @@ def test_only_what_is_committed_counts_as_progress_of_a_process(cache: Cache) ->
     other.close()
 
 
+@pytest.mark.e2e
 def test_what_follows_a_shard_that_was_given_up_is_given_up_too(cache: Cache) -> None:
     """Else its progress would count the samples of the first as done."""
     process = Process(cache, "a", when_full="wait")
@@ -151,6 +153,7 @@ def test_what_follows_a_shard_that_was_given_up_is_given_up_too(cache: Cache) ->
     process.close()
 
 
+@pytest.mark.e2e
 def test_a_shard_that_began_with_the_odd_one_is_read_again_instead_of_skipped(cache: Cache) -> None:
     one, other = Process(cache, "a"), Process(cache, "b")
     one.add(one.assignment.claim.position, floats(1000))
@@ -167,6 +170,7 @@ def test_a_shard_that_began_with_the_odd_one_is_read_again_instead_of_skipped(ca
     other.close()
 
 
+@pytest.mark.e2e
 def test_a_shard_over_half_of_a_lowered_limit_is_read_again_in_smaller_ones(cache: Cache) -> None:
     process = Process(cache, "a")
     for position in range(2):
@@ -287,6 +291,7 @@ def test_failures_are_counted_by_reason_with_their_first_example() -> None:
     }
 
 
+@pytest.mark.e2e
 def test_a_reason_is_cut_before_it_fills_the_catalogue() -> None:
     progress = PendingProgress()
     progress.count_skipped("transform", ValueError("x" * 10_000), "a")

@@ -34,6 +34,7 @@ def offsets(found: Iterator[SampleChunk]) -> list[list[int]]:
     return [list(chunk.offsets) for chunk in found]
 
 
+@pytest.mark.e2e
 @given(st.lists(st.tuples(st.integers(1, 2 * encode.MOST_BYTES), st.booleans()), max_size=200))
 def test_every_sample_comes_once_and_in_order(samples: list[tuple[int, bool]]) -> None:
     """Some of them as chunks that the source made."""
@@ -93,6 +94,7 @@ SAMPLES = st.sampled_from(
 )
 
 
+@pytest.mark.e2e
 @given(
     st.lists(SAMPLES, min_size=1, max_size=5)
     | st.builds(list.__mul__, st.lists(SAMPLES, min_size=1, max_size=1), st.integers(1, 5))

@@ -108,6 +108,7 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
         assert cache.verify().ok
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_floats_that_come_after_2000_lines_of_integers_are_trained_on(
     cache: Cache, tmp_path: Path, kind: str
@@ -142,6 +143,7 @@ def trained(cache: Cache) -> list[float]:
     return sorted(score for batch in batches for score in batch.tolist())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("in_rows", [True, False])
 def test_processes_that_race_for_the_first_float_lose_no_sample(
     cache: Cache, tmp_path: Path, in_rows: bool
@@ -159,6 +161,7 @@ def test_processes_that_race_for_the_first_float_lose_no_sample(
     assert trained(cache) == source.scores
 
 
+@pytest.mark.e2e
 def test_held_out_samples_are_widened_with_the_others(cache: Cache) -> None:
     source = LateFloats(120)
     found = []
@@ -171,6 +174,7 @@ def test_held_out_samples_are_widened_with_the_others(cache: Cache) -> None:
     assert sorted(found) == source.scores
 
 
+@pytest.mark.e2e
 def test_shards_of_integers_and_of_floats_come_back_byte_for_byte_and_are_known_to_a_rebuilt_catalogue(
     cache: Cache, tmp_path: Path
 ) -> None:
