@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +15,8 @@ import pytest
 import cachestream as cs
 from cachestream import Cache, CacheFullError, NotEnoughSamplesError
 from cachestream.cli.display import one_line
-from cachestream.storage import snapshots
 from cachestream.storage.telemetry import ROW, private_slot
 from cachestream.worker.sampling.unit_reader import FetchMeter
-from tests.support.caches import add_shard, numbered
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     DEADLINE_S,
@@ -52,31 +48,6 @@ def fill(disk: Path) -> None:
                 file.write(bytes(BLOCK))
         except OSError:
             return
-
-
-@contextlib.contextmanager
-def kept_full(disk: Path) -> Iterator[None]:
-    """Another program takes each block of the disk at once, those of released leases too."""
-    code = f"""
-import os
-file = os.open({str(disk / "theirs")!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-is_told = False
-while True:
-    try:
-        os.write(file, bytes({BLOCK}))
-    except OSError:
-        if not is_told:
-            print("full", flush=True)
-            is_told = True
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
-        try:
-            assert program.stdout is not None
-            assert program.stdout.readline() == "full\n"
-            yield
-        finally:
-            program.kill()
-    os.unlink(disk / "theirs")
 
 
 def last_shard(cache: Cache) -> int:
@@ -203,32 +174,3 @@ def test_a_worker_that_is_to_stop_at_its_limit_does_not_stop_for_a_disk_that_oth
         wait_until(lambda: not worker.is_alive(), "it has stopped")
     assert cache.fill_state() == "full"
     assert cache.size_bytes > 3_000_000
-
-
-@pytest.mark.parametrize("epoch_size", [None, 16])
-def test_training_goes_on_from_the_last_snapshot_while_none_can_be_taken(
-    small_disk: Path,
-    epoch_size: int | None,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        snapshots, "_REUSE_S", -1.0
-    )  # it need not be written anew for ten seconds, or none would fail
-    with Cache(small_disk / "cache", size_limit="4MB", min_free=0) as cache:
-        for first in (0, 8):
-            add_shard(cache, numbered(first, 8))
-        with cs.EpochLoader(cache, 4, epoch_size=epoch_size, prefetch=1) as loader:
-            batches = iter(loader)
-            next(batches)
-            with kept_full(small_disk):
-                assert len(list(batches)) == 3
-                for _ in range(5):
-                    seen = [n for batch in loader for n in batch["number"].tolist()]
-                    assert sorted(seen) == list(range(16))
-            told = [one for one in caplog.messages if "no new snapshot can be taken" in one]
-            assert 1 <= len(told) < 5  # once, unless the other program was too late for a block
-            assert "epochs are drawn from the last one" in told[0]
-            add_shard(cache, numbered(16, 8))
-            later = [n for _ in range(4) for batch in loader for n in batch["number"].tolist()]
-            assert max(later) == 23
