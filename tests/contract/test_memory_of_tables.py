@@ -63,11 +63,14 @@ def outcome(tmp_path: Path, what: str, ending: str = "parquet") -> tuple[int, in
     return num_rows, lost, reason, mib
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "what",
     [
         "in a dictionary",
-        *(pytest.param(what, marks=pytest.mark.e2e) for what in ("nested", "in a list", "among many")),
+        "nested",
+        "in a list",
+        "among many",
     ],
 )
 def test_a_value_above_the_bound_is_refused_before_it_takes_memory(tmp_path: Path, what: str) -> None:

@@ -161,6 +161,7 @@ def test_a_cache_and_its_reports_hold_no_secret_of_what_filled_it(
     assert_files_are_public(folder)
 
 
+@pytest.mark.e2e
 def test_the_command_line_shows_and_stores_no_secret(tmp_path: Path, server: str) -> None:
     cache = tmp_path / "cache"
     url = secret_url(server, "good/0.npy")

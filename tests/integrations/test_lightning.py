@@ -25,6 +25,7 @@ else:
     models = Later("tests.integrations.lightning_model")
 
 pytestmark = [
+    pytest.mark.e2e,
     # Lightning's own: how many cores there are, that a progress bar is off, and what torch deprecates.
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
@@ -62,7 +63,6 @@ def grow(cache: Cache, *after: int) -> Callable[[int], None]:
     return at_epoch_end
 
 
-@pytest.mark.e2e
 def test_a_plain_fit_takes_the_whole_of_every_epoch_of_a_growing_cache(
     new_cache: NewCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,6 @@ def test_a_plain_fit_takes_the_whole_of_every_epoch_of_a_growing_cache(
     assert cache.status().leases == 0
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("limit", [3, 0.5])
 def test_limit_train_batches_is_heard_in_every_epoch(
     limit: float, new_cache: NewCache, tmp_path: Path
@@ -109,7 +108,6 @@ def test_limit_train_batches_is_heard_in_every_epoch(
     assert counts == [3] * 4 if limit == 3 else (counts[0] == 2 and counts[-1] in {3, 4})
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("asked", "count"), [(2, 2), (0.5, 3)])
 def test_overfit_batches_gives_the_same_batches_in_every_epoch_and_every_validation(
     asked: float, count: int, new_cache: NewCache, tmp_path: Path
@@ -130,7 +128,6 @@ def test_overfit_batches_gives_the_same_batches_in_every_epoch_and_every_validat
     assert validated == validated[:count] * 4
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("place", "limit"), [("alone", 1.0), ("alone", 0.5), ("before a stream", 1.0), ("after a stream", 1.0)]
 )
@@ -188,7 +185,6 @@ def test_every_validation_of_a_fit_takes_the_whole_of_a_growing_held_out_split(
         assert held[2] <= set(validated[-1])
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("when", ["in the midst", "at the end"])
 def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
     when: str, new_cache: NewCache, tmp_path: Path
@@ -213,7 +209,6 @@ def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
     assert [batch for epoch in rest.epochs for batch in epoch] == steps[done:]
 
 
-@pytest.mark.e2e
 def test_a_data_module_makes_its_loaders_where_training_runs_closes_them_and_goes_on(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
@@ -237,7 +232,6 @@ def test_a_data_module_makes_its_loaders_where_training_runs_closes_them_and_goe
     assert cache.status().leases == 0
 
 
-@pytest.mark.e2e
 def test_a_data_module_gives_the_trainer_the_callback_where_there_is_no_entry_point(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
@@ -260,7 +254,6 @@ def test_the_callback_is_in_every_trainer_and_leaves_other_loaders_alone(tmp_pat
     assert [flat(epoch) for epoch in model.epochs] == [list(range(12))] * 2
 
 
-@pytest.mark.e2e
 def test_metrics_go_to_the_loggers_of_the_trainer(new_cache: NewCache, tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path, name="log")
     with EpochLoader(new_cache(2, 8), 4) as loader:
@@ -273,7 +266,6 @@ def test_metrics_go_to_the_loggers_of_the_trainer(new_cache: NewCache, tmp_path:
     assert seen == [12, 16, 24, 32]
 
 
-@pytest.mark.e2e
 def test_the_older_package_of_lightning_has_the_same(new_cache: NewCache, tmp_path: Path) -> None:
     import pytorch_lightning as older
 
