@@ -108,11 +108,14 @@ def _set_aside(directory: Directory, limit_bytes: int) -> None:
             remove_if_there(aside)
             # A journal may become as large as the catalogue.
             used_bytes = overhead_bytes(directory) + size_of_file(directory.catalogue)
-            fits = used_bytes + bytes_below(directory.shards) <= limit_bytes
-            if kind_of(directory.catalogue) is not None:
-                (move(directory.catalogue, aside) if fits else remove(directory.catalogue))
-            elif fits:
-                os.link(directory.catalogue, aside, follow_symlinks=False)
+            if used_bytes + bytes_below(directory.shards) > limit_bytes:
+                if kind_of(directory.catalogue) is not None:  # a directory, which no file can replace
+                    remove(directory.catalogue)
+            else:
+                try:
+                    os.link(directory.catalogue, aside, follow_symlinks=False)
+                except OSError:  # of a directory, or on a filesystem where a file has one name
+                    move(directory.catalogue, aside)
         remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
 
 
