@@ -265,7 +265,9 @@ def test_an_edited_helper_module_is_told_and_an_edited_comment_is_not(
     inside: bool,
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
+    # Byte code is told from its source by seconds and sizes, which are those of the edited one.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     line = "import helper_of_test"
     (tmp_path / "of_test.py").write_text(
         f"{'' if inside else line}\ndef transform(sample):\n    {line if inside else 'pass'}\n"

@@ -22,12 +22,18 @@ def numbers(batches: Any) -> Epoch:
     return [n for batch in batches for n in batch["number"].tolist()]
 
 
+def leave() -> None:
+    """Leave the job when the other rank has joined it: it would fail to."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def anew(path: Path, address: str) -> list[Epoch]:
     """An epoch of one loader in each of three jobs: this one, one of a single rank, and one of both in other places."""
     rank = dist.get_rank()
     with cs.Cache(path) as cache, cs.EpochLoader(cache, 10, timeout_s=PATIENCE_S) as loader:
         found = [numbers(loader)]
-        dist.destroy_process_group()
+        leave()
         dist.init_process_group("gloo", init_method=f"{address}-{rank}", rank=0, world_size=1)
         found.append(numbers(loader))
         dist.destroy_process_group()
@@ -52,7 +58,7 @@ def early(path: Path, address: str) -> tuple[list[int], str, Epoch, list[str]]:
     next epoch, and what was warned of.
     """
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     with (
         warnings.catch_warnings(record=True) as caught,
         cs.Cache(path) as cache,
