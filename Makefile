@@ -97,7 +97,8 @@ clean:  ## remove what was made here, the virtual environment too
 $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]' \
 	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # by all cores, as pip does not; packages hold templates that are no Python
+	@# What the tests import, by all cores, as pip does not; packages hold templates that are no Python.
+	@$(if $(filter dev,$*),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
 	@touch $@
 
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.

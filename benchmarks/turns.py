@@ -26,7 +26,7 @@ from benchmarks.measure import figures_of
 from benchmarks.record import RESULTS, commit_of, machine
 from benchmarks.registry import BENCHMARKS, TURNS
 
-__all__ = ["NAMES", "Compared", "compare", "gain"]
+__all__ = ["NAMES", "Compared", "compare", "gain", "told_by_one"]
 
 HERE: Final = Path(__file__).parents[1]
 LEAST_GAIN: Final = 0.95
@@ -111,6 +111,12 @@ def compare(name: str, there: Sequence[Figures], here: Sequence[Figures]) -> lis
     ]
 
 
+def told_by_one(there: Sequence[Figures], here: Sequence[Figures]) -> list[str]:
+    """The figures that some run lacks: they cannot be compared."""
+    runs = (*there, *here)
+    return sorted({figure for run in runs for figure in run if any(figure not in other for other in runs)})
+
+
 def run_in_turns(name: str, there: Path, rounds: int) -> list[Compared]:
     """Compare the benchmark `name` in `there` with that of this checkout; raises as `figures_of`."""
     runs: dict[Path, list[Figures]] = {there: [], HERE: []}
@@ -123,6 +129,8 @@ def run_in_turns(name: str, there: Path, rounds: int) -> list[Compared]:
         compared = compare(name, runs[there], runs[HERE])
         if (number + 1) % rounds == 0 and not any(one.is_worse for one in compared):
             break
+    if lacking := told_by_one(runs[there], runs[HERE]):
+        print(f"{name}: only some runs have {', '.join(lacking)}", file=sys.stderr, flush=True)
     return compared
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.record import load
-from benchmarks.turns import BESIDE, NAMES, compare, gain
+from benchmarks.turns import BESIDE, NAMES, compare, gain, told_by_one
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def test_every_figure_of_both_sides_is_compared_by_its_median_and_a_twentieth_le
     assert (memcpy.figure, memcpy.is_worse) == ("memcpy_gb_per_s", False)
     assert str(loader).endswith("0.94  WORSE")
     assert str(memcpy).endswith("beside")
+    assert told_by_one(there, here) == ["gone", "new"]
     (just,) = compare("warm", [{"loader_gb_per_s": 10.0}], [{"loader_gb_per_s": 9.5}])
     assert not just.is_worse
 

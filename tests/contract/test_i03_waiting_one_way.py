@@ -22,7 +22,7 @@ def test_training_waits_for_its_first_samples_and_then_never_again(tmp_path: Pat
         cs.start_worker(cache, source, num_workers=1, concurrency=2, shard_size=FOUR),
     ):
         with (
-            cs.EpochLoader(cache, 4, timeout_s=0.2) as impatient,
+            cs.EpochLoader(cache, 4, timeout_s=3.0) as impatient,
             pytest.raises(cs.NotEnoughSamplesError, match="0 samples"),
         ):
             next(iter(impatient))

@@ -75,6 +75,15 @@ def test_a_lower_limit_leaves_what_is_leased_and_takes_it_afterwards(cache: cs.C
     assert 0 < cache.size_bytes <= 1_000_000
 
 
+def test_a_repair_takes_what_a_lower_limit_had_to_leave(cache: cs.Cache) -> None:
+    with cache.snapshot():
+        cache.size_limit = 1_000_000
+    assert cache.num_samples == NUM_SAMPLES
+    assert cache.verify(repair=True).ok
+    assert 0 < cache.num_samples < NUM_SAMPLES
+    assert cache.size_bytes <= 1_000_000
+
+
 def test_batches_that_were_delivered_stay_valid_after_everything_is_gone(cache: cs.Cache) -> None:
     with cs.EpochLoader(cache, 30) as loader:
         batches = list(loader)

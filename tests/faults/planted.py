@@ -1,4 +1,4 @@
-"""Sixty faults to plant in a copy of the package, each of them one broken promise, and the test that finds it.
+"""Faults to plant in a copy of the package, each of them one broken promise, and the test that finds it.
 
 A fault is known by what breaks for a user: that stays true when the code is written anew. Its place and its
 change (see `operators`) say where today's code keeps the promise, whatever the module. Who moves that code
