@@ -277,7 +277,7 @@ def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: 
     if row is None:
         return 0
     lost = len(tables.passes()) > 1 or int(tables.meta("evicted_shards", 0)) > row.evicted_before
-    filling = PassProgress(tables.positions_done(row), row.length, tables.totals()[2], lost)
+    filling = PassProgress(row.positions_done, row.length, tables.totals()[2], lost)
     return bytes_to_leave(room, turnover, filling, largest_bytes)
 
 

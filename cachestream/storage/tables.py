@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span, span_array
 from cachestream.storage.eviction import ORDERS
 from cachestream.storage.progress import ProgressTables, Statements
@@ -304,32 +301,13 @@ class Tables(ProgressTables, SplitTables):
 
     def forget_filling(self) -> None:
         """Delete the progress of the filling, its failures and the schema. Counters and settings stay."""
-        for table in ("passes", "claims", "suspects", "failures", "schemas"):
+        for table in ("passes", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
         self.execute(
-            "DELETE FROM meta WHERE key IN "
-            "('schema', 'source', 'fill_state', 'fill_message', 'votes', 'mixture')"
+            "DELETE FROM meta WHERE key IN ('schema', 'source', 'fill_state', 'fill_message', 'mixture')"
         )
 
     # --- schemas
-
-    def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
-        """Record the schemas of the first samples that `owner` has read; return those of all others."""
-        others = {name: given for name, given in self.votes().items() if name != owner}
-        texts = {
-            name: [[schema.to_json(), count] for schema, count in given]
-            for name, given in {**others, owner: votes}.items()
-        }
-        self.set_meta("votes", json.dumps(texts))
-        return list(chain.from_iterable(others.values()))
-
-    def votes(self) -> dict[str, list[tuple[Schema, int]]]:
-        """The schemas of the first samples that each owner has read, with counts."""
-        noted: dict[str, list[list[Any]]] = json.loads(self.meta("votes", "{}"))
-        return {
-            owner: [(Schema.from_json(text), int(count)) for text, count in given]
-            for owner, given in noted.items()
-        }
 
     @property
     def schema(self) -> Schema | None:
@@ -337,19 +315,16 @@ class Tables(ProgressTables, SplitTables):
         text = self.meta("schema")
         return None if text is None else Schema.from_json(text)
 
-    def admit_schema(self, schema: Schema) -> int:
+    def admit_schema(self, schema: Schema, decided: Schema | None = None) -> int:
         """Widen the cache's schema by that of a shard, and return the id of the latter.
 
-        The first shard may hold integers alone where the first samples of other processes have floats: their
-        votes widen the cache's schema, too. Raises SchemaMismatchError for other fields.
+        The first shard may hold integers alone where samples of the schema `decided` have floats. Raises
+        SchemaMismatchError for other fields.
         """
         known = self.schema
         merged = schema if known is None else known.merge(schema)
-        if known is None:
-            for voted, _ in chain.from_iterable(self.votes().values()):
-                with suppress(SchemaMismatchError):
-                    merged = merged.with_dtypes(merged.merge(voted).dtypes)
-            self.set_meta("votes", "{}")
+        if known is None and decided is not None:
+            merged = merged.with_dtypes(merged.merge(decided).dtypes)
         if merged != known:
             self.set_meta("schema", merged.to_json())
         return self.schema_id(schema)

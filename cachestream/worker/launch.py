@@ -56,6 +56,7 @@ from cachestream.worker.cluster.connection import (
     current_address,
 )
 from cachestream.worker.job import Job, Payload, pack
+from cachestream.worker.listings import has_plain_names
 from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
 from cachestream.worker.transform_identity import transform_identity
@@ -230,7 +231,7 @@ class WorkerOptions:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, transform, policy, weights), collect_protocol),
+            payload=pack(Payload(source, transform, policy), collect_protocol),
             sampler=None if sampler is None else pack(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
@@ -247,6 +248,8 @@ class WorkerOptions:
             if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
             else (),
             transform=transform_identity(transform),
+            weights=weights,
+            has_names=growing is None and has_plain_names(source),
         )
 
     @property

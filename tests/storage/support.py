@@ -22,7 +22,7 @@ from cachestream.schema import ShardRow, Snapshot, Span
 from cachestream.shard_format import ShardContent
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import lock_file
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Publisher
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.sampling.encode import to_record
@@ -73,7 +73,7 @@ def publish(
     shard: ShardContent,
     *,
     spans: Sequence[Span] = (),
-    progress: UnitProgress | None = None,
+    pass_id: int = 0,
     owner: str | None = None,
     may_evict: bool = True,
 ) -> int | None:
@@ -82,8 +82,7 @@ def publish(
     name = owner or (held.name if held else "")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, name)
-        shard_ids = publisher.publish([shard], spans, progress or UnitProgress(0), may_evict=may_evict)
-        return None if shard_ids is None else shard_ids[0]
+        return publisher.publish(shard, pass_id, spans, may_evict=may_evict)
     finally:
         if held is not None:
             held.release()

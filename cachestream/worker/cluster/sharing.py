@@ -4,7 +4,7 @@ The process reports to the directory of the group what the cache holds and makes
 the positions that they are to make, and copies the shards of the other caches. Ray carries the shards from
 node to node. While the group does not answer, the cache is filled from the remote alone.
 
-It may be killed at any point: the cache's claims and shards tell the next one where it stood.
+It may be killed at any point: the supervisor and the shards tell the next one where it stood.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final
 
-from cachestream.errors import CacheError, CorruptShardError, SourceUnavailableError, WorkerError
+from cachestream.errors import CorruptShardError, SourceUnavailableError, WorkerError
 from cachestream.linux import name_process
 from cachestream.schema import spans_of
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import SharedPass
-from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.cluster.connection import ClusterOptions, connect
 from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line
 from cachestream.worker.cluster.directory import CacheReport, HeldShard
 from cachestream.worker.cluster.group import GroupActor, ShardServer, identity_of
-from cachestream.worker.cluster.supervision import ALONE, ANSWERS, WAITING
+from cachestream.worker.cluster.supervision import ALONE, WAITING
 from cachestream.worker.health import LATER_PAUSE_S
-from cachestream.worker.job import Job, load_shared
+from cachestream.worker.job import Job
+from cachestream.worker.messages import SharedPass
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import block_size
-from cachestream.worker.processes import SignsOfLife, exit_code, exit_now, tie_to_supervisor
+from cachestream.worker.processes import end_soon, exit_code, exit_now, heed_signals
 
 SYNC_S: Final = 0.3
 _OFFERED: Final = 2  # claims ready for each sampling process
@@ -56,9 +55,9 @@ class FillingAlone:
     """
 
     def __init__(
-        self, cache: Cache, cluster: ClusterOptions, num_workers: int, stop: threading.Event
+        self, link: SupervisorLink, cluster: ClusterOptions, num_workers: int, stop: threading.Event
     ) -> None:
-        self._cache, self._group, self._num_workers, self._stop = cache, cluster.group, num_workers, stop
+        self._link, self._group, self._num_workers, self._stop = link, cluster.group, num_workers, stop
         self._must_wait = cluster.required
         self._answered_s = time.monotonic() + _CONNECT_S
         self._is_alone: bool | None = None  # None until it is known
@@ -67,7 +66,8 @@ class FillingAlone:
     def answered(self) -> None:
         """Note that the group has answered."""
         if self._is_alone is not False:
-            sys.stderr.write(f"the group {self._group!r} answers\n{ANSWERS}\n")
+            sys.stderr.write(f"the group {self._group!r} answers\n")
+            self._link.tell("group", "")
         self._answered_s, self._is_alone = time.monotonic(), False
 
     def begin(self, reason: str) -> None:
@@ -78,29 +78,27 @@ class FillingAlone:
     def _note(self, reason: str) -> None:
         if not self._is_alone:
             self._is_alone = True
-            then = WAITING if self._must_wait else ALONE
-            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{then}\n")
+            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n")
+            self._link.tell("group", WAITING if self._must_wait else ALONE)
 
     def _run(self) -> None:
-        life = SignsOfLife()  # here: this thread never waits for Ray
         while not self._stop.wait(SYNC_S):
-            life.show()
+            self._link.tell("alive")  # here: this thread never waits for Ray
             silent_s = time.monotonic() - self._answered_s
             if silent_s > ANSWER_S:
                 self._note(f"for {silent_s:.0f} s")
                 if not self._must_wait:
-                    with suppress(CacheError):  # another try follows
-                        self._offer()
+                    self._offer()
 
     def _offer(self) -> None:
-        shared = self._cache.filling.shared_pass()
+        shared: SharedPass | None = self._link.ask("shared_pass")
         if shared is None or not shared.undecided:
             return
+        size = block_size(shared.row.length, self._num_workers)
         for _ in range(_OFFERED * self._num_workers - shared.offered):
             start, stop = random.choice(shared.undecided)
-            size = block_size(shared.row.length, self._num_workers)
             start = random.randrange(start, stop, size)
-            self._cache.filling.decide(shared.row.id, make=[(start, min(stop, start + size))], done=())
+            self._link.ask("decide", shared.row.id, [(start, min(stop, start + size))], [])
 
 
 class HeldShards:
@@ -138,12 +136,21 @@ class HeldShards:
 class GroupMember:
     """Shares the filling of `cache` with its group, until `stop`."""
 
-    def __init__(self, ray: Any, job: Job, cache: Cache, alone: FillingAlone, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        job: Job,
+        cache: Cache,
+        link: SupervisorLink,
+        alone: FillingAlone,
+        stop: threading.Event,
+    ) -> None:
         assert job.cluster is not None
+        self._link = link
         self._ray, self._job, self._cluster, self._cache = ray, job, job.cluster, cache
         self._alone, self._stop = alone, stop
         self.name = f"{socket.gethostname()}:{cache.path}"
-        self._shards, self._copier = HeldShards(cache), Copier(ray, job, cache)
+        self._shards, self._copier = HeldShards(cache), Copier(ray, job, cache, link)
         node = ray.get_runtime_context().get_node_id()
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         server = ray.remote(ShardServer).options(num_cpus=0, scheduling_strategy=strategy)
@@ -195,7 +202,7 @@ class GroupMember:
                 f"the cache {self._cache.path} does not fit the group {self._cluster.group!r}: {difference}; "
                 "give the group another name, or all its caches the same"
             )
-        self._cache.filling.share()
+        self._link.ask("share")
         self._shards.report_all()
         self._num_refused = 0
         self._has_joined = self._joins = True
@@ -210,7 +217,7 @@ class GroupMember:
             self._ready, self._ready_by_s = self._server.ready.remote(), math.inf
 
     def _sync(self) -> None:
-        shared = self._cache.filling.shared_pass()
+        shared: SharedPass | None = self._link.ask("shared_pass")
         if shared is None or shared.row.length is None:
             return
         report = self._report(shared)
@@ -221,13 +228,11 @@ class GroupMember:
         self._alone.answered()
         self._joins, self._failures, self._num_members = False, 0, answer.num_members
         plan = PassPlan.from_json(shared.row.plan)
-        if answer.ordinal > plan.ordinal and self._cache.filling.follow_group(
-            shared.row, replace(plan, ordinal=answer.ordinal).to_json()
-        ):
+        if answer.ordinal > plan.ordinal and self._link.ask("follow", shared.row.id, answer.ordinal):
             return
         self._copier.want(answer.copies, servers, shared.row.plan, answer.make)
         if answer.make or answer.done:
-            self._cache.filling.decide(shared.row.id, make=answer.make, done=answer.done)
+            self._link.ask("decide", shared.row.id, list(answer.make), list(answer.done))
 
     def _report(self, shared: SharedPass) -> CacheReport:
         state = self._cache.filling.state()
@@ -303,21 +308,27 @@ def _held_shard(root: str, shard_id: int) -> HeldShard | None:
     return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans, is_part)
 
 
-def main() -> None:
-    """The main of the process: its job comes through stdin, whose end means stop."""
+def run(end: socket.socket, job: Job) -> int:
+    """Be the process that shares the filling of `job`; does not return."""
     stop = threading.Event()
-    (job_fd,) = tie_to_supervisor(stop)
+    heed_signals(stop)
     name_process("cs-sharing")
-    job = load_shared(job_fd)
+
+    def on_message(kind: str, *_: Any) -> None:
+        if kind == "stop":
+            stop.set()
 
     def work() -> None:
         cluster, cache = job.cluster, Cache(job.root)
         assert cluster is not None
-        alone = FillingAlone(cache, cluster, job.num_workers, stop)
+        link = SupervisorLink(end, on_message, lambda: end_soon(stop))
+        alone = FillingAlone(link, cluster, job.num_workers, stop)
         try:
             if (ray := _connect(cluster, alone, stop)) is not None:
-                GroupMember(ray, job, cache, alone, stop).run()
+                GroupMember(ray, job, cache, link, alone, stop).run()
         except SourceUnavailableError as error:  # another process connects again
             sys.stderr.write(f"{error}\n")
 
-    exit_now(exit_code(work, fatal=WorkerError, restart=(CatalogueReplacedError,)))
+    code = exit_code(work, fatal=WorkerError)
+    exit_now(code)
+    return code

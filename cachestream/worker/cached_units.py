@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cachestream.listing.names import Names
+from cachestream.listing.names import Names, StoredNames
 from cachestream.schema import IntArray, Span
-from cachestream.sources.base import has_units, names_of, stored_names
 from cachestream.storage.progress import PassRow
-from cachestream.worker.job import Payload
+from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings, lists_units_of
 from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, is_known, order_file
 
@@ -159,15 +158,11 @@ _COVERAGE_AGE_S: Final = 10.0
 
 
 class KnownOrders:
-    """The orders of the current pass and of passes whose shards are still cached.
+    """The orders of the current pass and of passes whose shards are still cached."""
 
-    If the filling `is_shared`, shards of the current pass come from other caches at any time.
-    """
-
-    def __init__(self, payload: Payload, cache: Cache, *, is_shared: bool = False) -> None:
-        self._payload = payload
-        self._is_shared = is_shared
-        self._cache = cache
+    def __init__(self, job: Job, cache: Cache) -> None:
+        self._job, self._cache = job, cache
+        self._listings = Listings(cache.directory)
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._earlier_names: dict[str, EarlierNames] = {}
         self._coverage: list[Coverage] = []
@@ -179,9 +174,13 @@ class KnownOrders:
             drawn = None
             if plan.is_drawn:
                 drawn = np.load(order_file(self._cache.directory, plan), mmap_mode="r")
-            weights = self._payload.weights if plan.kind == "weighted" else None
+            weights = self._job.weights if plan.kind == "weighted" else None
             order = self._orders[plan] = UnitOrder(plan, weights, drawn)
         return order
+
+    def look_again(self) -> None:
+        """Look for cached samples again at the next call of `cached`: others have come."""
+        self._load_at_s = 0.0
 
     def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> list[tuple[Offsets, ...]]:
         """For each of `units`, the ranges of its offsets that are cached.
@@ -191,8 +190,7 @@ class KnownOrders:
         now_s = time.monotonic()
         if plan.is_permutation and now_s >= self._load_at_s:
             self._coverage = self._load(row, plan)
-            if not self._is_shared:
-                self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
+            self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
         found = [coverage.of(units) for coverage in self._coverage]
         if len(found) < 2:
             return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
@@ -200,35 +198,42 @@ class KnownOrders:
 
     def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
         held = self._cache.filling.cached_spans(PassPlan.from_json)
-        is_first = current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}
-        if is_first and not self._is_shared:
+        if current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}:
             return []  # the first pass: nothing of it is cached but what its own progress says
-        if (listing := stored_names(self._payload.source)) is not None:
-            listing.look()  # another process may have extended a pass by names that came since the claim
         return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
     def _coverage_of(
         self, spans: dict[int, IntArray], plans: dict[int, PassPlan], current: PassPlan
     ) -> Coverage:
         found: dict[AnyOrder, IntArray] = {}
+        names = self._names()
         for pass_id, plan in plans.items():
             if pass_id in spans and plan.is_permutation and is_known(self._cache.directory, plan):
-                order = self.of(plan) if self._has_same_units(plan, current) else self._earlier(plan)
+                is_same = self._has_same_units(plan, current, names)
+                order = self.of(plan) if is_same else self._earlier(plan, names)
                 if order is not None:
                     found[order] = spans[pass_id]
         return Coverage(found)
 
-    def _has_same_units(self, plan: PassPlan, current: PassPlan) -> bool:
-        """True if the units of `plan` are those of the current pass, or the first of them."""
-        same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
-        return same or has_units(self._payload.source, plan.num_units, plan.listing)
+    def _names(self) -> StoredNames | None:
+        """The names of the units; None if they have none, or none are stored."""
+        job = self._job
+        if not self._listings.begins(job.fingerprint, job.num_units or 0, job.listing):
+            return None
+        return self._listings.load()
 
-    def _earlier(self, plan: PassPlan) -> EarlierOrder | None:
+    def _has_same_units(self, plan: PassPlan, current: PassPlan, names: StoredNames | None) -> bool:
+        """True if the units of `plan` are those of the current pass, or the first of them."""
+        job, units = self._job, (plan.num_units, plan.listing)
+        if units in ((current.num_units, current.listing), (job.num_units, job.listing)):
+            return True
+        return names is not None and bool(plan.num_units) and lists_units_of(names, plan)
+
+    def _earlier(self, plan: PassPlan, names: StoredNames | None) -> EarlierOrder | None:
         """The order of a pass over an earlier listing; None unless the names of both listings are known."""
-        names = names_of(self._payload.source)
         if names is None:
             return None
-        for listing in Listings(self._cache.directory).earlier():
+        for listing in self._listings.earlier():
             if lists_units_of(listing, plan):
                 if listing.path not in self._earlier_names:
                     self._earlier_names[listing.path] = EarlierNames(listing)
