@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.schema import IntArray, Span
+from cachestream.schema import IntArray, Schema, Span
 from cachestream.storage.progress import PassRow, Positions
 from cachestream.storage.publish import WrittenShard
 from cachestream.storage.tables import FailureRow
@@ -25,6 +25,14 @@ class FillStatus:
     has_samples: bool
     holdout: float | None = None
     held_out_bytes: int = 0
+
+
+@dataclass(slots=True)
+class News:
+    """The last that a sampling process has heard of the cache: its status, and its fields once they are decided."""
+
+    status: FillStatus
+    schema: Schema | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,9 @@ def _store(packer: Packer, place: str, device: str) -> tuple[Throughput, Through
         repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
         for _ in range(repeats):
             if publisher.publish(packer.content({}), 0, ()) is None:
-                raise CacheFullError(f"no space for {format_size(packer.size_bytes)} in {place}; try --folder")
+                raise CacheFullError(
+                    f"no space for {format_size(packer.size_bytes)} in {place}; try --folder"
+                )
         seconds = packer.size_bytes / synced_bytes_per_s(folder)
         sample_bytes = max(1, cache.size_bytes // cache.num_samples)
         batch_size = min(cache.num_samples, _BATCHES[1], max(_BATCHES[0], _BATCH_BYTES // sample_bytes))

@@ -29,7 +29,7 @@ from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
-from cachestream.worker.messages import FillStatus, Publication
+from cachestream.worker.messages import News, Publication
 from cachestream.worker.order import END
 from cachestream.worker.sampling.encode import Table
 from cachestream.worker.sampling.packer import Packer
@@ -206,16 +206,11 @@ class OpenShard:
 
 
 class BackgroundPublisher:
-    """Publishes one shard at a time, in the order they are sent.
+    """Publishes one shard at a time, in the order they are sent."""
 
-    `status()`: the last news of the supervisor.
-    """
-
-    def __init__(
-        self, job: Job, link: SupervisorLink, slot: Slot, status: FillStatus, stop: threading.Event
-    ) -> None:
+    def __init__(self, job: Job, link: SupervisorLink, slot: Slot, news: News, stop: threading.Event) -> None:
         self._job, self._link, self._slot, self._stop = job, link, slot, stop
-        self.status = status
+        self._news = news
         self._directory = Directory(job.root)
         self._thread = futures.ThreadPoolExecutor(1, "publish")
         self._sent: futures.Future[None] | None = None
@@ -316,19 +311,18 @@ class BackgroundPublisher:
 
     def _reserve(self, sizes: list[int]) -> list[Reserved] | None:
         """Have the supervisor reserve space; None if the process is to stop before there is some."""
-        begun_s, waits = time.monotonic(), False
+        begun_s = since_s = time.monotonic()
 
         def goes_on() -> bool:
-            nonlocal waits
-            waits = True
-            self._slot["state"] = NO_SPACE
+            nonlocal since_s
+            now_s = time.monotonic()
+            self._slot["space_wait_s"] += now_s - since_s
+            self._slot["state"], since_s = NO_SPACE, now_s
             return not self._stop.is_set()
 
         reserved: list[Reserved] | None = self._link.ask("reserve", tuple(sizes), beat=goes_on, every_s=0.1)
-        if waits:
-            ended_s = time.monotonic()
-            self._slot["space_wait_s"] += ended_s - begun_s
-            tracing.add("wait for space", begun_s, ended_s)
+        if since_s > begun_s:
+            tracing.add("wait for space", begun_s, time.monotonic())
         return reserved
 
     def _show_refusal(self, refusal: str) -> None:
@@ -339,7 +333,7 @@ class BackgroundPublisher:
 
     def _check_fits(self, content: ShardContent) -> None:
         """Raise unless a shard of this size can ever fit the cache."""
-        limit_bytes = self.status.limit_bytes
+        limit_bytes = self._news.status.limit_bytes
         if disk_footprint(content.data_bytes) <= limit_bytes // 2:
             return
         if content.num_samples > 1:

@@ -23,10 +23,11 @@ from cachestream.sources.base import as_incremental, stored_names
 from cachestream.storage.layout import Directory
 from cachestream.storage.progress import PassRow
 from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, NOTHING_FREE, STARTING, Slot, board_text
+from cachestream.transport import object_limit
 from cachestream.worker.channel import SupervisorGoneError, SupervisorLink
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.listings import Listings
-from cachestream.worker.messages import FillStatus
+from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_soon, exit_code, exit_now, heed_signals
 from cachestream.worker.sampling.encode import SampleChunk
@@ -137,10 +138,6 @@ class Sampler:
             kind, *arguments = self._inbox.popleft()
             if kind == "units":
                 self._take_units(*arguments)
-            elif kind == "schema":
-                (self._writer.schema,) = arguments
-            elif kind == "status":
-                (self._writer.status,) = arguments
             elif kind == "flush":
                 self._writer.flush()
             elif kind == "end":
@@ -221,7 +218,6 @@ class Sampler:
         if not self._refused:
             return
         self._writer.publish_all()
-        self._heed_messages()
         if not self._writer.status.has_samples:
             raise WorkerError(
                 f"nothing could be read, {len(self._refused)} units refused, the last one: {self._refused[-1].error}"
@@ -262,12 +258,20 @@ def run(
     tracing.join(job.trace, f"sampler {index}")
     slot["pid"], slot["state"], slot["beat_s"] = os.getpid(), STARTING, time.monotonic()
     inbox: deque[tuple[Any, ...]] = deque()
+    news = News(status, schema)
+    object_limit.set_cache_limit(status.limit_bytes)
     wake: list[Callable[[], None]] = []
 
     def on_message(kind: str, *arguments: Any) -> None:
         if kind == "stop":
             stop.set()
-        inbox.append((kind, *arguments))
+        elif kind == "schema":
+            (news.schema,) = arguments
+        elif kind == "status":
+            (news.status,) = arguments
+            object_limit.set_cache_limit(news.status.limit_bytes)
+        else:
+            inbox.append((kind, *arguments))
         for one in wake:
             one()
 
@@ -276,7 +280,7 @@ def run(
         payload: Payload = unpack(job.payload)
         if (source := as_incremental(payload.source)) is not None:
             payload = replace(payload, source=source.over(Listings(Directory(job.root)).load()))
-        writer = ShardWriter(job, link, slot, status, schema, stop)
+        writer = ShardWriter(job, link, slot, news, stop)
         engine = make_engine(job, payload, slot, stop)
         wake.append(engine.fetcher.wake)
         Sampler(job, payload, link, slot, engine, writer, inbox, stop).run()

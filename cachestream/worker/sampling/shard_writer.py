@@ -14,10 +14,9 @@ from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.schema import HELD_OUT, Schema
 from cachestream.storage.progress import PassRow
 from cachestream.storage.telemetry import Slot
-from cachestream.transport import object_limit
 from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
-from cachestream.worker.messages import FillStatus
+from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan, gaps, is_covered
 from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key
 from cachestream.worker.sampling.packer import FirstSamples, Packer
@@ -56,43 +55,28 @@ def max_age_s(elapsed_s: float) -> float:
 class ShardWriter:
     """Packs samples into the `open` shard, and sends it for publication when it is full or old.
 
-    `row` and `plan` are those of the current pass. `schema` is that of the cache, once the supervisor has told
-    it: by the first samples of all processes, which are held back until then.
+    `row` and `plan` are those of the current pass. The first samples of an empty cache are held back until the
+    supervisor has decided on its fields, by the first samples of all processes.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        link: SupervisorLink,
-        slot: Slot,
-        status: FillStatus,
-        schema: Schema | None,
-        stop: threading.Event,
-    ) -> None:
+    def __init__(self, job: Job, link: SupervisorLink, slot: Slot, news: News, stop: threading.Event) -> None:
         self.row: PassRow | None = None
         self.plan: PassPlan | None = None
-        self.schema = schema
-        self._job, self._link, self._slot, self._stop = job, link, slot, stop
-        self._publisher = BackgroundPublisher(job, link, slot, status, stop)
+        self._job, self._link, self._slot, self._news, self._stop = job, link, slot, news, stop
+        self._publisher = BackgroundPublisher(job, link, slot, news, stop)
         self.open = OpenShard(Packer(), Packer())
-        self._first = FirstSamples() if schema is None else None
+        self._first = FirstSamples() if news.schema is None else None
         self._started_s = time.monotonic()
-        self.status = status
 
     @property
     def status(self) -> FillStatus:
         """The last news of the cache."""
-        return self._publisher.status
-
-    @status.setter
-    def status(self, status: FillStatus) -> None:
-        self._publisher.status = status
-        object_limit.set_cache_limit(status.limit_bytes)
+        return self._news.status
 
     @property
     def _schema(self) -> Schema | None:
         """The schema that samples have to fit: of the cache, or else of the open shard."""
-        return self.schema or self.open.schema
+        return self._news.schema or self.open.schema
 
     def take(self, tables: list[Table]) -> None:
         """Pack `tables` into one shard, or hold them back while the schema of the cache is undecided."""
@@ -147,7 +131,7 @@ class ShardWriter:
         first = self._first
         if first is None:
             return True
-        if self.schema is not None:
+        if self._news.schema is not None:
             self._first = None
             for table in first.tables:
                 self._pack(table)
