@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,7 +90,8 @@ def run(end: socket.socket, job: Job) -> int:
         except CacheStreamError as error:
             link.tell("error", error)
         except Exception as error:  # noqa: BLE001  the user's code raises anything
-            link.tell("error", RuntimeError(f"{type(error).__name__}: {error}"))
+            words = f"the user's code failed ({kind}): {type(error).__name__}: {error}"
+            link.tell("error", WorkerError(words, traceback.format_exc()))
 
 
 def _chosen(job: Job, rows: Sequence[ShardRow]) -> Any:
