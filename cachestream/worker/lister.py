@@ -67,6 +67,10 @@ class Lister:
         """True if a process lists, or is about to."""
         return not self.process.is_over
 
+    def keeps_names(self) -> bool:
+        """True while the names of a source that was listed at once are being stored."""
+        return self._job.has_names and self.running
+
     def begin(self) -> None:
         """Complete the current listing."""
         self._listings.drop_next()
@@ -177,7 +181,8 @@ def run(end: socket.socket, job: Job, *, is_next: bool) -> int:
     stop = threading.Event()
     heed_signals(stop)
     name_process("cs-lister")
-    tracing.join(job.trace, "lister")
+    if job.growing:
+        tracing.join(job.trace, "lister")
 
     def on_message(kind: str, *_: Any) -> None:
         if kind == "stop":

@@ -58,7 +58,10 @@ class Requests:
     is void.
     """
 
-    def __init__(self, job: Job, cache: Cache, planner: Planner, board: Board) -> None:
+    def __init__(
+        self, job: Job, cache: Cache, planner: Planner, board: Board, must_wait: Callable[[], bool]
+    ) -> None:
+        self._must_wait = must_wait  # for the names of the units, by which cached ones are known
         self._job, self._cache, self._planner, self._board = job, cache, planner, board
         self._owner = Owner.temporary(cache.directory, "supervisor")
         self._channels: dict[int, Channel] = {}  # of the sampling processes
@@ -268,6 +271,8 @@ class Requests:
 
     def _give_units(self) -> bool:
         planner, has_passed_over = self._planner, False
+        if self.status.has_samples and self._must_wait():
+            return False
         for process, wanted in list(self._wanting.items()):
             channel = self._channels.get(process)
             if channel is None:

@@ -96,13 +96,13 @@ class Supervisor:
         self._attachments = Attachments(cache.directory)
         is_shared = job.cluster is not None and bool(job.cluster.group)
         self._planner = Planner(job, cache, is_shared=is_shared)
-        self._requests = Requests(job, cache, self._planner, self._board)
+        self._lister = Lister(job, forks, Listings(cache.directory))
+        self._requests = Requests(job, cache, self._planner, self._board, self._lister.keeps_names)
         children = [self._sampling_process(index) for index in range(job.num_workers)]
         self._samplers = SamplingProcesses(
             children, self._board, job.hang_timeout_s, self._requests.has_ended
         )
         self._numbers = {child.process: child.index for child in children}
-        self._lister = Lister(job, forks, Listings(cache.directory))
         self._numbers[self._lister.process] = _LISTER
         self._sharing = (
             SharingProcess(job, cache, forks, self._planner, self._requests) if is_shared else None
