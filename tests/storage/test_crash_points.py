@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from cachestream.schema import Span
-from cachestream.shard_format import ShardContent
+from cachestream.shard_format import ShardContent, encode_header
 from cachestream.storage import cache as cache_module
 from cachestream.storage import publish as publish_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.publish import Publisher, UnitProgress
-from cachestream.storage.reservations import Reservations
+from cachestream.storage.progress import PassRow
+from cachestream.storage.publish import Progress, Publisher, write_shard
+from cachestream.storage.reservations import Owner, Reservations
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import Reservation, Tables
 from tests.storage.steps import Crash, crash_everywhere, crash_twice, steps_of
@@ -29,12 +30,12 @@ LIMIT = 3 * FIRST * SHARD_BYTES
 
 @pytest.fixture
 def template(fast_path: Path) -> Path:
-    """A cache of five shards with equal use, room for more, and a pass with an open claim."""
+    """A cache of five shards with equal use, room for more, and a pass of which units are handed out."""
     path = fast_path / "template"
     with new_cache(path, LIMIT) as cache:
         with cache.catalogue.transaction() as tables:
             tables.insert_pass("{}", 1000, 0)
-            tables.insert_claim(1, 0, 1000, "nobody")
+            tables.record_progress(row(0))
         for number in range(FIRST):
             publish(cache, shard(number))
         use_all(cache)
@@ -58,21 +59,32 @@ def keys_of(numbers: range | list[int]) -> set[str]:
     return {f"k{10 * number + i}" for number in numbers for i in range(3)}
 
 
+def row(done: int) -> PassRow:
+    """The pass, all of which is handed out, and whose first positions are done."""
+    return PassRow(1, "{}", 1000, 1000, 0, ((done, 0, 1000),))
+
+
 def publish_next(cache: Cache, line: Line) -> None:
-    progress = UnitProgress(1, claims=((1, FIRST + 1, 0),))
-    shard_id = publish(cache, shard(FIRST), spans=[Span((FIRST, 0), (FIRST + 1, 0))], progress=progress)
-    line.say(f"published {shard_id}")
+    """Publish a shard with its progress, as a supervisor and its process do."""
+    owner, content_, spans = Owner(cache.directory, "test"), shard(FIRST), [Span((FIRST, 0), (FIRST + 1, 0))]
+    publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
+    header = encode_header(content_)
+    reserved = publisher.reserve([len(header) + content_.data_bytes])
+    assert reserved is not None
+    written = write_shard(cache.directory, reserved[0], header, content_)
+    publisher.commit([written], 1, spans, Progress(row(FIRST + 1)))
+    owner.release()
+    line.say(f"published {written.id}")
 
 
 def check_published(cache: Cache, crash: Crash) -> None:
     """Check that the new shard exists with its progress or neither does, and that only evictions lose shards."""
     keys = set(keys_in(cache))
     status = cache.status()
-    with cache.catalogue.reading() as tables:
-        ((claim, _),) = tables.claims(1)
     is_there = keys_of([FIRST]) <= keys
     assert is_there == bool(keys & keys_of([FIRST]))
-    assert claim.position == (FIRST + 1 if is_there else 0), "samples and progress are one"
+    done = cache.filling.state().positions_done
+    assert done == (FIRST + 1 if is_there else 0), "samples and progress are one"
     if crash.said:
         assert is_there, "what was acknowledged is there"
     lost = keys_of(range(FIRST)) - keys
@@ -382,16 +394,16 @@ def late_accounting() -> None:
 
 
 def row_before_name() -> None:
-    real_publish, real_move, later = Publisher.publish, publish_module.move, []  # type: ignore[attr-defined]
+    real_commit, real_move, later = Publisher.commit, publish_module.move, []  # type: ignore[attr-defined]
     publish_module.move = lambda *names: later.append(names)  # type: ignore[attr-defined]
 
-    def publish(self: Publisher, *args: object, **named: object) -> list[int] | None:
-        shard_ids = real_publish(self, *args, **named)  # type: ignore[arg-type]
+    def commit(self: Publisher, *args: object, **named: object) -> bool:
+        is_published = real_commit(self, *args, **named)  # type: ignore[arg-type]
         for names in later:
             real_move(*names)
-        return shard_ids
+        return is_published
 
-    Publisher.publish = publish  # type: ignore[method-assign]
+    Publisher.commit = commit  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

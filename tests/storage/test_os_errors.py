@@ -17,9 +17,10 @@ import pytest
 
 from cachestream.errors import CacheError, CacheFullError, CorruptShardError, NotEnoughSamplesError
 from cachestream.linux import FileMap
+from cachestream.shard_format import encode_header
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Progress, Publisher, write_shard
 from cachestream.storage.reservations import Owner, Reservations
 from tests.storage.steps import Action, Steps, copy_of, steps_of
 from tests.storage.support import (
@@ -238,18 +239,25 @@ def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
 def test_a_writer_of_several_shards_gives_back_what_was_reserved_for_each(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk refuses the second shard, and then the release of both."""
+    """The disk refuses to enter them, and then to release both."""
     owner = Owner(cache.directory, "writer")
     publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
 
     def full(*_: object) -> None:
         raise CacheFullError("the disk is full")
 
+    shards = [content(0), content(10)]
+    headers = [encode_header(shard) for shard in shards]
+    reserved = publisher.reserve(
+        [len(header) + shard.data_bytes for header, shard in zip(headers, shards, strict=True)]
+    )
+    assert reserved is not None
+    written = [write_shard(cache.directory, *one) for one in zip(reserved, headers, shards, strict=True)]
     with monkeypatch.context() as patch:
         patch.setattr(Publisher, "_enter", full)
         patch.setattr(Reservations, "_remove_files", full)
         with pytest.raises(CacheFullError):
-            publisher.publish([content(0), content(10)], [], UnitProgress(0))
+            publisher.commit(written, 0, (), Progress())
     assert publish(cache, content(20), owner=owner.name) is not None
     with cache.catalogue.reading() as tables:
         assert tables.reservations() == []
