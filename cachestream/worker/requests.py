@@ -15,7 +15,7 @@ from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher, Reserved
 from cachestream.storage.reservations import Owner
 from cachestream.storage.settings import held_out_share
-from cachestream.storage.telemetry import Board, board_text
+from cachestream.storage.telemetry import NO_SPACE, Board, board_text
 from cachestream.worker.channel import Channel, Message
 from cachestream.worker.job import Job
 from cachestream.worker.messages import FillStatus, Publication
@@ -256,6 +256,8 @@ class Requests:
             one = self._waiting[0]
             reserved = self._reserve(one.process, one.sizes, may_evict)
             if reserved is None:
+                for waiting in self._waiting:
+                    self._board.slot(waiting.process)["state"] = NO_SPACE
                 self._space_at_s = now_s + self._pause_s
                 self._pause_s = min(_SPACE_WAITS_S[1], 2 * self._pause_s)
                 return

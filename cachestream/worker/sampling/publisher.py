@@ -312,12 +312,14 @@ class BackgroundPublisher:
     def _reserve(self, sizes: list[int]) -> list[Reserved] | None:
         """Have the supervisor reserve space; None if the process is to stop before there is some."""
         begun_s = since_s = time.monotonic()
+        self._slot["state"] = WRITING
 
         def goes_on() -> bool:
             nonlocal since_s
             now_s = time.monotonic()
-            self._slot["space_wait_s"] += now_s - since_s
-            self._slot["state"], since_s = NO_SPACE, now_s
+            if self._slot["state"] != WRITING:  # the supervisor has found no space
+                self._slot["space_wait_s"] += now_s - since_s
+            since_s = now_s
             return not self._stop.is_set()
 
         reserved: list[Reserved] | None = self._link.ask("reserve", tuple(sizes), beat=goes_on, every_s=0.1)
