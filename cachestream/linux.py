@@ -147,11 +147,18 @@ def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
     return bool(done == int(ranges[:, 1].sum()))
 
 
+def boot_id() -> str:
+    """The identity of this run of the machine, which a restart changes; "" where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().decode().strip()
+    except (OSError, UnicodeError):
+        return ""
+
+
 def begin_writeback(fd: int, size_bytes: int) -> None:
     """Start writing back the last `size_bytes` before the position of `fd`.
 
-    Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
-    cache. It is a hint: errors appear in the fsync.
+    Otherwise the kernel writes when its limit of unwritten memory is met, in bursts that stop the writers.
     """
     if _sync_file_range is not None:
         start = os.lseek(fd, 0, os.SEEK_CUR) - size_bytes

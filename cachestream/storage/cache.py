@@ -28,6 +28,7 @@ from cachestream.storage.recovery import (
     open_catalogue,
     rebuild_catalogue,
     remove_leftovers,
+    seal_catalogue,
     verify,
 )
 from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, room_in
@@ -402,7 +403,13 @@ class Cache:
             save_copy(directory, self.catalogue)
 
     def close(self) -> None:
-        """Close the catalogue; the next use opens it again."""
+        """Close the catalogue; the next use opens it again.
+
+        A cache that was closed before the machine restarts keeps the place in its pass and its statistics.
+        """
+        if self.catalogue.has_committed and os.path.exists(self.catalogue.path):
+            with suppress(CacheError):
+                seal_catalogue(self.directory, self.catalogue)
         self.catalogue.close()
 
     def __enter__(self) -> Self:

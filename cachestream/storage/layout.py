@@ -201,15 +201,19 @@ def remove_if_there(path: str) -> bool:
     return True
 
 
-def replace_file(path: str, data: bytes) -> None:
-    """Replace the file at `path` by one that holds `data`: whole, durable, and readable by its owner only."""
+def replace_file(path: str, data: bytes, *, durable: bool = False) -> None:
+    """Replace the file at `path` by one that holds `data`: whole, and readable by its owner only.
+
+    With `durable`, a power cut leaves the old file or the new one.
+    """
     temporary = path + ".new"
     remove_if_there(temporary)  # no file perhaps
     try:
         with open(temporary, "wb", opener=open_private) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         move(temporary, path)
     finally:
         remove_if_there(temporary)
@@ -219,15 +223,6 @@ def free_bytes(root: str) -> int:
     """The bytes that this user may still write on the disk that holds `root`."""
     info = os.statvfs(root)
     return info.f_bavail * info.f_frsize
-
-
-def sync_folder(folder: str) -> None:
-    """Make renames and unlinks in `folder` durable across a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
@@ -252,5 +247,3 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
             total_bytes += size_of_file(quarantined)
             if number >= _MAX_QUARANTINED or total_bytes > limit_bytes // _QUARANTINE_DIVISOR:
                 remove_if_there(quarantined)
-        sync_folder(directory.quarantine)
-        sync_folder(os.path.dirname(path))

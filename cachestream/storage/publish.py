@@ -14,7 +14,7 @@ from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
 from cachestream.schema import ShardRow, Span
 from cachestream.shard_format import ShardContent, encode_header
-from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes, sync_folder
+from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import FailureRow
@@ -174,14 +174,11 @@ class Publisher:
                 _write_all(fd, header)
                 for column in content.columns:
                     _write_all(fd, column.data.data)
-                # Never retried: after a failed fsync the pages are marked clean. The file is removed.
-                os.fsync(fd)
                 _check_occupied(temporary, fd, most_bytes)
                 accounted = accounted_bytes(os.fstat(fd))
             finally:
                 os.close(fd)
             move(temporary, shard_path(self._directory.root, shard_id))
-            sync_folder(self._directory.shards)
         return accounted
 
 
@@ -215,9 +212,10 @@ def _commit(tables: Tables, progress: UnitProgress) -> None:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write `data` in pieces, and start the writeback of each: the fsync then has less to wait for."""
+    """Write `data` in pieces, and start the writeback of each whole one: small files come in one burst."""
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])
-        begin_writeback(fd, written)
+        if written == _PIECE_BYTES:
+            begin_writeback(fd, written)
         view = view[written:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import uuid
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
-from cachestream.linux import kind_of, move, remove
+from cachestream.linux import boot_id, kind_of, move, remove
 from cachestream.schema import Schema, ShardRow, Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
@@ -25,7 +26,6 @@ from cachestream.storage.layout import (
     overhead_bytes,
     remove_if_there,
     size_of_file,
-    sync_folder,
 )
 from cachestream.storage.locks import file_identity, is_held
 from cachestream.storage.os_errors import (
@@ -33,13 +33,21 @@ from cachestream.storage.os_errors import (
     CatalogueUnreadableError,
     translated_disk_errors,
 )
-from cachestream.storage.settings import compare_copy, initial_settings, opening_lock, save_copy
+from cachestream.storage.settings import (
+    compare_copy,
+    initial_settings,
+    noted_boot,
+    opening_lock,
+    save_copy,
+)
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import forget_dead_loaders
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
     from cachestream.storage.tables import Tables
+
+logger = logging.getLogger("cachestream")
 
 # The file names of published shards and of shards being written; the group is the shard's id.
 _SHARD_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(SUFFIX)}")
@@ -54,12 +62,44 @@ def open_catalogue(directory: Directory) -> Catalogue:
     A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
     """
     catalogue = Catalogue(directory.catalogue)
-    if catalogue.problem() is not None:
+    if _trouble(directory, catalogue) is not None:
         rebuild_catalogue(directory, catalogue)
     catalogue.is_mended = partial(is_held, directory.supervisor_lock)
     with suppress(CacheError):  # where nothing can be written, or not now
         compare_copy(directory, catalogue)
     return catalogue
+
+
+def _trouble(directory: Directory, catalogue: Catalogue) -> str | None:
+    """The reason to make the catalogue anew; None for one that is sound."""
+    if (problem := catalogue.problem()) is not None:
+        return problem
+    boot, seal = noted_boot(directory)
+    if boot in (None, boot_id()) or not os.access(directory.root, os.W_OK, effective_ids=True):
+        return None
+    # A power cut may leave pages of different times, which together make sense to SQLite.
+    if seal == catalogue.digest() and _shard_files(directory) == _shard_rows(catalogue):
+        return None
+    return "the machine has restarted while the cache was in use, and its catalogue may not have been written whole"
+
+
+def _shard_files(directory: Directory) -> set[int]:
+    names = os.listdir(directory.shards)
+    return {int(match[1]) for name in names if (match := _SHARD_NAME.fullmatch(name))}
+
+
+def _shard_rows(catalogue: Catalogue) -> set[int]:
+    with catalogue.reading() as tables:
+        return tables.shard_ids()
+
+
+def seal_catalogue(directory: Directory, catalogue: Catalogue) -> None:
+    """Note what the catalogue holds, so that the next boot finds it whole, if nothing changes it until then.
+
+    Not synced: what a power cut takes of it differs from the note.
+    """
+    with opening_lock(directory):
+        save_copy(directory, catalogue, catalogue.digest())
 
 
 def rebuild_catalogue(
@@ -74,8 +114,10 @@ def rebuild_catalogue(
         found = file_identity(catalogue.path)
         if found is not None:
             is_condemned = error is not None and not isinstance(error, CatalogueUnreadableError)
-            if not (is_condemned and found == catalogue.identity) and catalogue.problem() is None:
-                return
+            if not (is_condemned and found == catalogue.identity):
+                if (trouble := _trouble(directory, catalogue)) is None:
+                    return
+                logger.warning("%s: %s; it is made anew from the shards", directory.root, trouble)
         catalogue.close()
         settings = initial_settings(directory)
         new = Catalogue(os.path.join(directory.root, "catalogue.new"))
@@ -93,7 +135,6 @@ def rebuild_catalogue(
         _set_aside(directory, settings["size_limit"])
         move(new.path, catalogue.path)
         remove_if_there(new.path + "-journal")
-        sync_folder(directory.root)
         save_copy(directory, catalogue)
 
 
@@ -319,9 +360,6 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     """Remove our files that belong to no shard and no writer (after a power loss); return their number."""
     leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
     removed = sum(map(_remove_file, leftovers))
-    if removed:
-        with translated_disk_errors(directory.shards):
-            sync_folder(directory.shards)
     forget_dead_loaders(directory)
     return removed
 

@@ -29,7 +29,6 @@ from cachestream.storage.layout import (
     overhead_bytes,
     remove_if_there,
     size_of_file,
-    sync_folder,
 )
 from cachestream.storage.leases import Lease, Leases
 from cachestream.storage.locks import is_held, lock_file, remove_unheld
@@ -295,8 +294,6 @@ class Reservations:
             return
         with self._retried_later(doomed, owner):
             self._remove_files(doomed)
-            with translated_disk_errors(self._directory.shards):
-                sync_folder(self._directory.shards)
             with self._catalogue.transaction() as tables:
                 tables.delete_reservations(doomed)
 

@@ -17,7 +17,7 @@ import xxhash
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheError, CacheFullError, ConfigError
-from cachestream.linux import open_private
+from cachestream.linux import boot_id, open_private
 from cachestream.schema import Split, check_holdout, check_split
 from cachestream.storage.layout import free_bytes, replace_file
 from cachestream.storage.locks import locked
@@ -79,7 +79,7 @@ def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping
 
 def compare_copy(directory: Directory, catalogue: Catalogue) -> None:
     """Correct the settings by their checksummed copy: a bit flip could make the limit any number."""
-    if _checked_copy(directory) == _stored(catalogue):
+    if _checked_copy(directory) == _stored(catalogue) and noted_boot(directory)[0] == boot_id():
         return
     with opening_lock(directory):
         saved, stored = _checked_copy(directory), _stored(catalogue)
@@ -141,16 +141,27 @@ def _checksum(settings: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(settings).encode())
 
 
-def save_copy(directory: Directory, catalogue: Catalogue) -> None:
+def save_copy(directory: Directory, catalogue: Catalogue, seal: str = "") -> None:
     """Copy the settings to the file from which a lost catalogue is restored. Requires the opening lock."""
-    _write_copy(directory, _stored(catalogue))
+    _write_copy(directory, _stored(catalogue), seal)
 
 
-def _write_copy(directory: Directory, settings: dict[str, Any]) -> None:
-    text = json.dumps({"format": "cachestream", **settings, "xxh3": _checksum(settings)})
+def noted_boot(directory: Directory) -> tuple[str | None, str]:
+    """The boot in which the cache was used last (None: not noted), and the catalogue's digest when it was closed."""
+    try:
+        with open(directory.settings, encoding="utf-8", opener=open_private) as file:
+            saved = json.load(file)
+        return saved.get("boot"), str(saved.get("seal", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None, ""
+
+
+def _write_copy(directory: Directory, settings: dict[str, Any], seal: str = "") -> None:
+    saved = {"format": "cachestream", **settings, "xxh3": _checksum(settings), "boot": boot_id()}
+    text = json.dumps(saved | ({"seal": seal} if seal else {}))
     try:
         with translated_disk_errors(directory.settings, "saving the settings"):
-            replace_file(directory.settings, text.encode())
+            replace_file(directory.settings, text.encode(), durable=True)
     except CacheFullError:
         if not os.path.isfile(directory.settings):
             raise

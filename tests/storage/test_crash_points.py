@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -450,44 +449,3 @@ def test_a_recovery_that_forgets_the_dead_is_found(full: Path, fast_path: Path) 
 
     with pytest.raises(AssertionError):
         crash_everywhere(full, fast_path, publish_next, check_published, recover=recover)
-
-
-def skip_data_sync() -> None:
-    counted = os.fsync
-
-    def sync(fd: Any) -> None:
-        if not os.readlink(f"/proc/self/fd/{fd}").endswith(".tmp"):
-            counted(fd)
-
-    os.fsync = sync
-
-
-def skip_folder_sync() -> None:
-    publish_module.sync_folder = nothing  # type: ignore[attr-defined, assignment]
-
-
-def sync_after_name() -> None:
-    counted_sync, counted_move = os.fsync, publish_module.move  # type: ignore[attr-defined]
-    late: list[int] = []
-
-    def sync(fd: Any) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(".tmp"):
-            late.append(os.dup(fd))
-        else:
-            counted_sync(fd)
-
-    def move(source: str, target: str) -> None:
-        counted_move(source, target)
-        counted_sync(late.pop())
-
-    os.fsync, publish_module.move = sync, move  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", [skip_data_sync, skip_folder_sync, sync_after_name])
-def test_a_sync_that_is_missing_or_late_is_found(
-    template: Path, fast_path: Path, mutation: Callable[[], None]
-) -> None:
-    steps = steps_of(template, fast_path, publish_next, mutation)
-    with pytest.raises((AssertionError, ValueError)):
-        assert_durable_order(steps)
