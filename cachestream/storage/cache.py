@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +33,13 @@ from cachestream.storage.recovery import (
     verify,
 )
 from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, room_in
-from cachestream.storage.settings import change_settings, choose_split, opening_lock, parse_limit, save_copy
+from cachestream.storage.settings import (
+    change_settings,
+    choose_split,
+    parse_limit,
+    read_settings,
+    write_settings,
+)
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import SnapshotRequest, restore_snapshot, take_snapshot
 from cachestream.storage.status import (
@@ -103,12 +110,11 @@ class Cache:
         self.catalogue = open_catalogue(self.directory)
         self.reservations = Reservations(self.directory, self.catalogue, self._policy)
         self.filling = Filling(self.directory, self.catalogue)
-        with self.catalogue.reading() as tables:
-            stored = tables.all_meta()
-        self.cache_id = str(stored["cache_id"])
-        changed = {key: value for key, value in given.items() if value not in (None, stored.get(key))}
+        stored = read_settings(self.directory)
+        self.cache_id = stored.cache_id
+        changed = {key: value for key, value in given.items() if value not in (None, getattr(stored, key))}
         if changed:
-            change_settings(self.directory, self.catalogue, changed)
+            change_settings(self.directory, self.catalogue, **changed)
         with suppress(CacheError):  # not writable, or locked
             if (problem := self.check_sizes(_CHECKED_SHARDS)) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
@@ -118,11 +124,10 @@ class Cache:
             self.enforce_limit()
 
     def _setting(self, key: str) -> Any:
-        with self.catalogue.reading() as tables:
-            return tables.meta(key)
+        return getattr(read_settings(self.directory), key)
 
     def _policy(self, tables: Tables) -> EvictionPolicy:
-        return self._eviction or str(tables.meta("eviction"))
+        return self._eviction or tables.settings.eviction
 
     # --- what is there
 
@@ -167,7 +172,7 @@ class Cache:
     @eviction.setter
     def eviction(self, eviction: EvictionPolicy) -> None:
         if not callable(eviction):
-            change_settings(self.directory, self.catalogue, {"eviction": check_policy(eviction)})
+            change_settings(self.directory, self.catalogue, eviction=check_policy(eviction))
         self._eviction = eviction if callable(eviction) else None
 
     @property
@@ -180,7 +185,7 @@ class Cache:
 
     @min_free.setter
     def min_free(self, min_free: int | str) -> None:
-        change_settings(self.directory, self.catalogue, {"min_free": parse_size(min_free, "min_free")})
+        change_settings(self.directory, self.catalogue, min_free=parse_size(min_free, "min_free"))
 
     @property
     def size_limit(self) -> int:
@@ -195,7 +200,7 @@ class Cache:
 
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
-        change_settings(self.directory, self.catalogue, {"size_limit": parse_limit(size_limit)})
+        change_settings(self.directory, self.catalogue, size_limit=parse_limit(size_limit))
         self._shrink()
 
     def fill_state(self) -> str:
@@ -300,7 +305,7 @@ class Cache:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to it; return the bytes freed."""
         usage = self.reservations.measure()
         with self.catalogue.reading() as tables:
-            room, size_limit = room_in(tables, usage), int(tables.meta("size_limit"))
+            room, size_limit = room_in(tables, usage), tables.settings.size_limit
             never_evicts = self.reservations.policy(tables) == "none"
             doomed_bytes = tables.reserved_bytes()[1]
         # Under "none" only a lower limit evicts, not a disk that other programs fill.
@@ -345,7 +350,7 @@ class Cache:
                 tables.add("evicted_shards", 1)
                 tables.add("quarantined", int(not is_missing))
                 tables.add_failure("quarantined", damage or "damaged", row.num_samples, where)
-                limit_bytes = int(tables.meta("size_limit"))
+                limit_bytes = tables.settings.size_limit
             move_aside(self.directory, path, limit_bytes)
             with self.catalogue.transaction() as tables:
                 tables.delete_reservations([shard_id])
@@ -394,13 +399,12 @@ class Cache:
                         "close them"
                     )
                 tables.forget_filling()
-                tables.forget_holdout()  # the next samples may be split otherwise
+                # The next samples may be split otherwise.
+                write_settings(directory, replace(tables.settings, holdout=None))
             with translated_disk_errors(self.path, "clearing it"):
                 for name in os.listdir(directory.quarantine):
                     remove_if_there(os.path.join(directory.quarantine, name))
                 remove_if_there(os.path.join(self.path, "catalogue.damaged"))
-        with opening_lock(directory):
-            save_copy(directory, self.catalogue)
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again.

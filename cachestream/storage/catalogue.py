@@ -25,6 +25,7 @@ import xxhash
 
 from cachestream.errors import CacheError, CacheVersionError
 from cachestream.linux import open_private
+from cachestream.storage.layout import Directory
 from cachestream.storage.locks import file_identity, signal_safe
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
@@ -114,6 +115,7 @@ class Catalogue:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._directory = Directory(os.path.dirname(path))
         self.patience_s = _MISSING_S  # 0 in the process that rebuilds it
         self.is_mended: Callable[[], bool] = lambda: False  # whether a worker runs
         self.identity: tuple[int, int] | None = None  # of the file that was opened last
@@ -155,7 +157,7 @@ class Catalogue:
                 if application != APPLICATION_ID:
                     return f"{self.path} is not a catalogue"
                 (said,) = tables.execute("PRAGMA integrity_check(1)").fetchone()
-                tables.totals(), tables.meta("cache_id")  # raises for a file without our tables
+                tables.totals(), tables.meta("catalogue_id")  # raises for a file without our tables
                 return None if said == "ok" else str(said)
         except CatalogueDamagedError as error:
             return str(error)
@@ -193,7 +195,7 @@ class Catalogue:
         is_reading = begin == "BEGIN"
         with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
             if is_reading and self._connection is not None and self._connection.in_transaction:
-                yield Tables(self._connection)
+                yield Tables(self._connection, self._directory)
                 return
             for _ in range(_REOPENINGS):
                 connection = self._readable(patient=patient)
@@ -207,7 +209,7 @@ class Catalogue:
                         if file_identity(self.path) == self.identity:
                             if not is_reading:
                                 self._allocate_journal()
-                            tables = Tables(connection)
+                            tables = Tables(connection, self._directory)
                             try:
                                 yield tables
                             finally:

@@ -37,9 +37,9 @@ class Directory:
     def __init__(self, root: str) -> None:
         self.root: Final = root
         self.catalogue: Final = os.path.join(root, "catalogue.sqlite")
-        # A copy of the settings, from which a lost catalogue is restored.
         self.settings: Final = os.path.join(root, "cache.json")
-        # Held by whoever makes the catalogue, or changes settings.
+        self.spare_settings: Final = os.path.join(root, "cache.spare.json")
+        # Held by whoever makes the catalogue.
         self.opening_lock: Final = os.path.join(root, "opening.lock")
         self.shards: Final = os.path.join(root, "shards")
         self.leases: Final = os.path.join(root, "leases")

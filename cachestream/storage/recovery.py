@@ -7,11 +7,12 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from cachestream.config import format_size
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
 from cachestream.linux import boot_id, kind_of, move, remove
 from cachestream.schema import Schema, ShardRow, Span, spans_of
@@ -27,19 +28,14 @@ from cachestream.storage.layout import (
     remove_if_there,
     size_of_file,
 )
-from cachestream.storage.locks import file_identity, is_held
+from cachestream.storage.locks import file_identity, is_held, locked
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     CatalogueUnreadableError,
+    lock_timeout,
     translated_disk_errors,
 )
-from cachestream.storage.settings import (
-    compare_copy,
-    initial_settings,
-    noted_boot,
-    opening_lock,
-    save_copy,
-)
+from cachestream.storage.settings import Settings, find_settings, read_settings, write_settings
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import forget_dead_loaders
 
@@ -54,6 +50,7 @@ _SHARD_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(SUFFIX)}")
 _TEMPORARY_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(TEMPORARY_SUFFIX)}")
 # Processes with ids from the lost catalogue may still be writing: those ids must not be given out again.
 _IDS_SKIPPED: Final = 1000
+_OPEN_TIMEOUT_S: Final = 60.0
 
 
 def open_catalogue(directory: Directory) -> Catalogue:
@@ -65,20 +62,45 @@ def open_catalogue(directory: Directory) -> Catalogue:
     if _trouble(directory, catalogue) is not None:
         rebuild_catalogue(directory, catalogue)
     catalogue.is_mended = partial(is_held, directory.supervisor_lock)
-    with suppress(CacheError):  # where nothing can be written, or not now
-        compare_copy(directory, catalogue)
+    settings = find_settings(directory)
+    if settings is None or settings.boot != boot_id():
+        with suppress(CacheError):  # where nothing can be written, or not now
+            _note_boot(directory, catalogue)
     return catalogue
+
+
+def opening_lock(directory: Directory) -> AbstractContextManager[None]:
+    """Keep other processes from making the catalogue."""
+    path = directory.opening_lock
+    return locked(path, _OPEN_TIMEOUT_S, lock_timeout(path, _OPEN_TIMEOUT_S))
+
+
+def _note_boot(directory: Directory, catalogue: Catalogue) -> None:
+    with catalogue.transaction():
+        settings = find_settings(directory)
+        if settings is None:
+            settings = Settings.default(directory.root)
+            logger.warning(
+                "%s: cache.json and its copy are lost; its limit is %s now",
+                directory.root,
+                format_size(settings.size_limit),
+            )
+        write_settings(directory, settings)
 
 
 def _trouble(directory: Directory, catalogue: Catalogue) -> str | None:
     """The reason to make the catalogue anew; None for one that is sound."""
     if (problem := catalogue.problem()) is not None:
         return problem
-    boot, seal = noted_boot(directory)
-    if boot in (None, boot_id()) or not os.access(directory.root, os.W_OK, effective_ids=True):
+    settings = find_settings(directory)
+    if (
+        settings is None
+        or settings.boot in (None, boot_id())
+        or not os.access(directory.root, os.W_OK, effective_ids=True)
+    ):
         return None
     # A power cut may leave pages of different times, which together make sense to SQLite.
-    if seal == catalogue.digest() and _shard_files(directory) == _shard_rows(catalogue):
+    if settings.seal == catalogue.digest() and _shard_files(directory) == _shard_rows(catalogue):
         return None
     return "the machine has restarted while the cache was in use, and its catalogue may not have been written whole"
 
@@ -98,8 +120,8 @@ def seal_catalogue(directory: Directory, catalogue: Catalogue) -> None:
 
     Not synced: what a power cut takes of it differs from the note.
     """
-    with opening_lock(directory):
-        save_copy(directory, catalogue, catalogue.digest())
+    with catalogue.transaction():
+        write_settings(directory, replace(read_settings(directory), seal=catalogue.digest()))
 
 
 def rebuild_catalogue(
@@ -119,23 +141,23 @@ def rebuild_catalogue(
                     return
                 logger.warning("%s: %s; it is made anew from the shards", directory.root, trouble)
         catalogue.close()
-        settings = initial_settings(directory)
+        known = find_settings(directory)
+        settings = known or Settings.default(directory.root)
         new = Catalogue(os.path.join(directory.root, "catalogue.new"))
         for path in (new.path, new.path + "-journal"):
             remove_if_there(path)  # of a process that was killed here
 
         def fill(tables: Tables) -> None:
-            for key, value in settings.items():
-                tables.set_setting(key, value)
+            tables.make_tables_for(settings)
             tables.set_meta("catalogue_id", uuid.uuid4().hex)  # a new one for each catalogue
-            _enter_shards(directory, tables)
+            _enter_shards(directory, tables, _IDS_SKIPPED if known else 0)
 
+        write_settings(directory, settings)
         new.create(fill)
         new.close()
-        _set_aside(directory, settings["size_limit"])
+        _set_aside(directory, settings.size_limit)
         move(new.path, catalogue.path)
         remove_if_there(new.path + "-journal")
-        save_copy(directory, catalogue)
 
 
 def _set_aside(directory: Directory, limit_bytes: int) -> None:
@@ -160,15 +182,12 @@ def _set_aside(directory: Directory, limit_bytes: int) -> None:
         remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
 
 
-def _enter_shards(directory: Directory, tables: Tables) -> None:
+def _enter_shards(directory: Directory, tables: Tables, last_id: int) -> None:
     """Enter the shard files in new `tables`; unreadable ones are quarantined.
 
     Only headers are read: data is verified on first use. Temporary files are removed: their reservations are
     lost, and their samples will be fetched again.
     """
-    if tables.holdout is not None:
-        tables.hold_out(tables.holdout)
-    last_id = _IDS_SKIPPED if os.path.exists(directory.settings) else 0
     schema_ids: dict[Schema, int] = {}
     for name in sorted(os.listdir(directory.shards)):
         path = os.path.join(directory.shards, name)
@@ -180,7 +199,7 @@ def _enter_shards(directory: Directory, tables: Tables) -> None:
         try:
             _enter_shard(tables, int(match[1]), path, schema_ids)
         except (CorruptShardError, SchemaMismatchError):
-            move_aside(directory, path, int(tables.meta("size_limit")))
+            move_aside(directory, path, tables.settings.size_limit)
             tables.add("quarantined", 1)
     tables.set_meta("last_shard_id", last_id)
 
@@ -195,8 +214,6 @@ def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Sche
     pass_id, spans = _origin(tables, shard.fill)
     row = ShardRow(shard_id, accounted_bytes(os.lstat(path)), shard.num_samples, 0, 0)
     tables.insert_shard(row, schema_ids[shard.schema], pass_id, spans)
-    if "part" in shard.fill and tables.holdout is None:
-        tables.hold_out(float(shard.fill["holdout"]))
     tables.enter_split(shard_id, shard.fill)
     tables.enter_transform(shard_id, shard.fill)
 

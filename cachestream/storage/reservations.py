@@ -152,7 +152,7 @@ class Reservations:
         usage, leased = self.measure(), self.leases.live().merged()
         with self._catalogue.reading() as tables:
             room, leased_bytes = room_in(tables, usage), tables.bytes_within(leased)
-            size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+            size_limit, min_free = tables.settings.size_limit, tables.settings.min_free
         text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
         if room.limit_bytes < size_limit:
             text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
@@ -320,7 +320,7 @@ class Reservations:
 
 def room_in(tables: Tables, usage: DiskUsage) -> Room:
     """The limit in force and the bytes in use."""
-    size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+    size_limit, min_free = tables.settings.size_limit, tables.settings.min_free
     used = tables.totals()[2] + sum(tables.reserved_bytes()) + usage.overhead_bytes + usage.headroom_bytes
     return Room(effective_limit(size_limit, used, usage.free_bytes, min_free), used)
 

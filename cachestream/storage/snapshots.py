@@ -230,7 +230,7 @@ def _shards_to_leave(
     previous epoch left out. Those come first, so their bytes are added to the share.
     """
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
-    limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
+    limit_bytes = tables.settings.size_limit if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
     is_trained_on = request.split is None or not request.split.held_out
     turns_over = request.turnover and is_trained_on and policy != "none" and is_filling

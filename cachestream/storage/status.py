@@ -388,7 +388,7 @@ def read_status(cache: Cache) -> CacheStatus:
     """The complete status of a cache."""
     directory, leased = cache.directory, cache.reservations.leases.live()
     with cache.catalogue.reading() as tables:
-        fill, meta = fill_state(tables), tables.all_meta()
+        fill, meta, settings = fill_state(tables), tables.all_meta(), tables.settings
         policy = cache.reservations.policy(tables)
         leased_bytes = tables.bytes_within(leased.merged())
         reserved_bytes = sum(tables.reserved_bytes())
@@ -400,7 +400,7 @@ def read_status(cache: Cache) -> CacheStatus:
     length = None if is_listing or current is None else current.length
     return CacheStatus(
         path=directory.root,
-        cache_id=meta["cache_id"],
+        cache_id=settings.cache_id,
         size_bytes=occupied_bytes(cache),
         size_limit=fill.size_limit,
         min_free=fill.min_free,
@@ -432,7 +432,7 @@ def read_status(cache: Cache) -> CacheStatus:
         worker=_worker_status(directory),
         disk_message=shortage_of_disk(directory, fill.min_free),
         remote_message=silence_of_remote(directory),
-        holdout=meta.get("holdout"),
+        holdout=settings.holdout,
         held_out_samples=held_out_samples,
         loaders=tuple(read_loaders(directory)),
         outdated_samples=outdated,

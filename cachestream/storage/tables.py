@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -15,7 +17,9 @@ import numpy as np
 from cachestream.errors import SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span, span_array
 from cachestream.storage.eviction import ORDERS
+from cachestream.storage.layout import Directory
 from cachestream.storage.progress import ProgressTables, Statements
+from cachestream.storage.settings import Settings, read_settings
 
 _SHARD_COLUMNS: Final = "id, size_bytes, num_samples, uses, last_used"  # the fields of ShardRow
 _MAX_REASONS: Final = 200
@@ -83,7 +87,22 @@ def _clipped(text: str) -> str:
 
 
 class MetaTable(Statements):
-    """The settings and counters, within one transaction."""
+    """The settings and counters, within one transaction on the catalogue in `directory`."""
+
+    def __init__(self, connection: sqlite3.Connection, directory: Directory) -> None:
+        super().__init__(connection)
+        self._directory = directory
+
+    @cached_property
+    def settings(self) -> Settings:
+        return read_settings(self._directory)
+
+    def make_tables_for(self, settings: Settings) -> None:
+        """Make the table that the policy "least-weight" sorts by, and that of the held-out split."""
+        needed = [_WEIGHT_STATEMENTS] if settings.eviction == "least-weight" else []
+        needed += [_SPLIT_STATEMENTS] if settings.holdout is not None else []
+        for statement in chain.from_iterable(needed):
+            self.execute(statement)
 
     def meta(self, key: str, default: Any = None) -> Any:
         row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -91,13 +110,6 @@ class MetaTable(Statements):
 
     def set_meta(self, key: str, value: Any) -> None:
         self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _storable(value)))
-
-    def set_setting(self, key: str, value: Any) -> None:
-        """Store a setting, and make the table that the policy "least-weight" sorts by."""
-        if (key, value) == ("eviction", "least-weight"):
-            for statement in _WEIGHT_STATEMENTS:
-                self.execute(statement)
-        self.set_meta(key, value)
 
     def all_meta(self) -> dict[str, Any]:
         rows = self.execute("SELECT key, value FROM meta").fetchall()
@@ -110,14 +122,7 @@ class SplitTables(MetaTable):
     @property
     def holdout(self) -> float | None:
         """The share of the samples that is held out; None where that was never requested."""
-        value = self.meta("holdout")
-        return None if value is None else float(value)
-
-    def hold_out(self, holdout: float) -> None:
-        """Hold out the share `holdout` from now on. `insert_split` requires this."""
-        for statement in _SPLIT_STATEMENTS:
-            self.execute(statement)
-        self.set_meta("holdout", holdout)
+        return self.settings.holdout
 
     def insert_split(self, shard_id: int, held_out: int, part: int = WHOLE) -> None:
         """Record a shard's number of held-out samples, and the `part` of its spans that it holds."""
@@ -160,10 +165,6 @@ class SplitTables(MetaTable):
             "SELECT coalesce(held_out, -1) FROM shards LEFT JOIN splits USING (id) ORDER BY id"
         )
         return np.array([row[0] for row in rows.fetchall()], np.int64)
-
-    def forget_holdout(self) -> None:
-        """Hold nothing out any more. Requires a cache without shards."""
-        self.execute("DELETE FROM meta WHERE key = 'holdout'")
 
     def spans(self, part: int = WHOLE) -> dict[int, IntArray]:
         """The spans of each pass that the shards hold: pass id → `span_array`.

@@ -68,17 +68,6 @@ def test_verify_tells_of_wrong_books_and_repair_corrects_them(fast_path: Path, s
         assert_sound(cache)
 
 
-@pytest.mark.parametrize("value", ["1.5", "'x'", "-0.25"])
-def test_a_held_out_share_that_cannot_be_is_restored_from_the_copy(fast_path: Path, value: str) -> None:
-    with new_cache(fast_path / "cache") as cache:
-        publish(cache, content(0))
-        cache.snapshot(split="train", holdout=0.25).close()
-    change(fast_path / "cache", f"UPDATE meta SET value = {value} WHERE key = 'holdout'")
-    with Cache(fast_path / "cache") as cache:
-        assert cache.status().holdout == 0.25
-        assert_sound(cache)
-
-
 def recorded(cache: Cache) -> dict[int, int]:
     with cache.catalogue.reading() as tables:
         return tables.sizes()

@@ -23,7 +23,7 @@ from cachestream.storage.os_errors import CatalogueDamagedError
 from cachestream.storage.progress import Claim
 from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from tests.storage.support import Line, assert_sound, content, fork, keys_in, new_cache, publish, shard_ids
+from tests.storage.support import Line, assert_sound, content, fork, keys_in, publish, shard_ids
 
 
 @pytest.fixture
@@ -275,23 +275,6 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
     with filled.catalogue.reading() as tables:
         assert tables.claims(mine.pass_id) == [(theirs, "after")]
     assert_sound(filled)
-
-
-def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast_path: Path) -> None:
-    filled.close()
-    for text in (
-        "",
-        "[]",
-        "5",
-        '{"cache_id": 1, "size_limit": "x", "min_free": -1, "eviction": "x"}',
-        "{" * 9999,
-    ):
-        Path(filled.directory.settings).write_text(text)
-        os.unlink(filled.catalogue.path)
-        with new_cache(fast_path / "cache", "3MB") as cache:
-            assert cache.num_samples == 12
-            assert cache.size_limit == 3_000_000
-            assert cache.eviction == "lru"
 
 
 @pytest.mark.e2e
