@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import stat
 import threading
 import time
 import urllib.parse
@@ -24,12 +23,13 @@ from typing import Final, NamedTuple
 import xxhash
 
 from cachestream.errors import CacheError, CacheVersionError
-from cachestream.linux import open_private
+from cachestream.linux import kind_of, open_private, other_owner
 from cachestream.storage.layout import Directory
 from cachestream.storage.locks import file_identity, signal_safe
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     DiskFailedError,
+    check_own,
     disk_error,
     translated_disk_errors,
     translated_sql_errors,
@@ -199,8 +199,10 @@ class Catalogue:
                 return
             for _ in range(_REOPENINGS):
                 connection = self._readable(patient=patient)
-                if self._read_only and not is_reading:
-                    raise unwritable(self.path)
+                if not is_reading:
+                    check_own(self._directory.root)
+                    if self._read_only:
+                        raise unwritable(self.path)
                 try:
                     with connection:  # commits or rolls back in C, where no signal interrupts it
                         connection.execute(begin)
@@ -297,7 +299,7 @@ class Catalogue:
                     os.close(fd)
 
     def _connected(self) -> sqlite3.Connection:
-        _check_kind_and_owner(self.path)
+        _check_kind(self.path)
         if self._connection is not None and file_identity(self.path) != self.identity:
             self.close()
         if self._connection is None:
@@ -317,7 +319,8 @@ class Catalogue:
             time.sleep(_POLL_S)  # bounded by the deadline
         self.identity = identity
         # Not tested by opening the file: the close would drop the locks of this process's other connections.
-        self._read_only = not os.access(self.path, os.W_OK, effective_ids=True)
+        is_writable = os.access(self.path, os.W_OK, effective_ids=True)
+        self._read_only = not is_writable or other_owner(self._directory.root) is not None
         mode = "ro" if self._read_only else "rw"
         uri = f"file:{urllib.parse.quote(os.fsencode(self.path))}?mode={mode}"
         connection = sqlite3.connect(
@@ -328,9 +331,6 @@ class Catalogue:
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("PRAGMA temp_store = MEMORY")  # no temporary files outside the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            (opened,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list").fetchone()
-            if opened != os.fsencode(self.path):  # SQLite has followed a link created since the check
-                raise disk_error(self.path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
             self._check_version(connection)
         except BaseException:
             connection.close()
@@ -354,25 +354,11 @@ class Catalogue:
             self._connection = None
 
 
-def _check_kind_and_owner(path: str) -> None:
-    """Raise CacheError for what is no regular file, and for a journal of another user than the catalogue's.
-
-    SQLite follows links, waits for the other end of a named pipe, and when run by root it gives the journal
-    to the owner of the catalogue.
-    """
-    owner = None
+def _check_kind(path: str) -> None:
+    """Raise CacheError for what is no regular file: SQLite follows links, and waits for a named pipe."""
     for name in (path, path + "-journal"):
-        try:
-            info = os.lstat(name)
-        except OSError:
-            continue
-        if not stat.S_ISREG(info.st_mode):
+        if kind_of(name) is not None:
             raise disk_error(name, OSError(errno.ENXIO, os.strerror(errno.ENXIO)))
-        owner = info.st_uid if owner is None else owner
-        if info.st_uid != owner and os.geteuid() == 0:
-            raise CacheError(
-                f"{name} belongs to another user than the catalogue (uid {info.st_uid}); remove it"
-            )
 
 
 _fork_lock = threading.RLock()

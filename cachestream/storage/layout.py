@@ -13,12 +13,12 @@ from cachestream.linux import (
     filesystem_of,
     is_network_filesystem,
     kind_of,
-    make_private_folder,
     move,
     open_private,
+    other_owner,
     remove,
 )
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.os_errors import check_own, translated_disk_errors
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 OWNER_SUFFIX: Final = ".owner"
@@ -130,20 +130,20 @@ def _create_folders(directory: Directory) -> None:
             f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of "
             "its own"
         )
+    check_own(directory.root)
     for name in _FOLDERS:
         path = os.path.join(directory.root, name)
         with translated_disk_errors(path, "creating it"):
-            make_private_folder(path)
+            os.makedirs(path, mode=0o700, exist_ok=True)
 
 
 def _check_owner(root: str) -> None:
-    info = os.stat(root)
-    if info.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-        raise ConfigError(
-            f"{root} belongs to another user (uid {info.st_uid}); choose a directory of your own"
-        )
-    if info.st_mode & stat.S_IWOTH:
-        is_shared = info.st_mode & stat.S_ISVTX
+    # Another user's cache may be looked at; `check_own` refuses what changes it.
+    if (owner := other_owner(root)) is not None and not os.path.exists(Directory(root).catalogue):
+        raise ConfigError(f"{root} belongs to another user (uid {owner}); choose a directory of your own")
+    mode = os.stat(root).st_mode
+    if mode & stat.S_IWOTH:
+        is_shared = mode & stat.S_ISVTX
         raise ConfigError(
             f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
             if is_shared

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
-from cachestream.linux import boot_id, kind_of, move, remove
+from cachestream.linux import boot_id, kind_of, move, other_owner, remove
 from cachestream.schema import Schema, ShardRow, Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
@@ -93,12 +93,10 @@ def _trouble(directory: Directory, catalogue: Catalogue) -> str | None:
     if (problem := catalogue.problem()) is not None:
         return problem
     settings = find_settings(directory)
-    if (
-        settings is None
-        or settings.boot in (None, boot_id())
-        or not os.access(directory.root, os.W_OK, effective_ids=True)
-    ):
+    if settings is None or settings.boot in (None, boot_id()):
         return None
+    if not os.access(directory.root, os.W_OK, effective_ids=True) or other_owner(directory.root) is not None:
+        return None  # this process only looks
     # A power cut may leave pages of different times, which together make sense to SQLite.
     if settings.seal == catalogue.digest() and _shard_files(directory) == _shard_rows(catalogue):
         return None
