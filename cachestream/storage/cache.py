@@ -50,7 +50,7 @@ from cachestream.storage.status import (
     read_status,
     wait_for_samples,
 )
-from cachestream.storage.tables import Reservation
+from cachestream.storage.tables import DOOMED
 from cachestream.storage.view import ALL, View, make_view
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class Cache:
         with self.catalogue.reading() as tables:
             room, size_limit = room_in(tables, usage), tables.settings.size_limit
             never_evicts = self.reservations.policy(tables) == "none"
-            doomed_bytes = tables.reserved_bytes()[1]
+            doomed_bytes = tables.bytes_in(DOOMED)
         # Under "none" only a lower limit evicts, not a disk that other programs fill.
         limit_bytes = size_limit if never_evicts else room.limit_bytes
         slack_bytes = slack_bytes if limit_bytes == size_limit else 0
@@ -328,7 +328,7 @@ class Cache:
 
     def _reserved_ids(self) -> set[int]:
         with self.catalogue.reading() as tables:
-            return {row.id for row in tables.reservations()}
+            return {row.id for row in tables.unfinished()}
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Move a damaged shard to the quarantine and delete its row: the worker fetches its samples again.
@@ -341,19 +341,18 @@ class Cache:
         is_missing = not os.path.lexists(path)
         with self.reservations.evictor("quarantine") as owner:
             with self.catalogue.transaction() as tables:
-                row = tables.shard(shard_id)
+                row = tables.execute("SELECT num_samples FROM live WHERE id = ?", (shard_id,)).fetchone()
                 if row is None:
                     return  # evicted, or quarantined by another rank
-                tables.delete_shards([shard_id])
-                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
+                tables.doom([shard_id], owner)
                 # In the transaction that deletes the row: an uncounted loss would not be fetched again.
                 tables.add("evicted_shards", 1)
                 tables.add("quarantined", int(not is_missing))
-                tables.add_failure("quarantined", damage or "damaged", row.num_samples, where)
+                tables.add_failure("quarantined", damage or "damaged", row[0], where)
                 limit_bytes = tables.settings.size_limit
             move_aside(self.directory, path, limit_bytes)
             with self.catalogue.transaction() as tables:
-                tables.delete_reservations([shard_id])
+                tables.forget([shard_id])
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None

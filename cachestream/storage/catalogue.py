@@ -35,7 +35,7 @@ from cachestream.storage.os_errors import (
     translated_sql_errors,
     unwritable,
 )
-from cachestream.storage.tables import Tables
+from cachestream.storage.tables import SHARD_STATEMENTS, Tables
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
@@ -47,39 +47,22 @@ _ROWS_AT_ONCE: Final = 1000
 JOURNAL_BYTES: Final = 65_536  # the eviction of one shard changes about ten pages
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _STATEMENTS: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
-    "CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE)",
     """CREATE TABLE passes (
         id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
         evicted_before INTEGER NOT NULL)""",
     """CREATE TABLE claims (
         id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL,
         offset INTEGER NOT NULL, stop INTEGER NOT NULL, owner TEXT NOT NULL)""",
-    """CREATE TABLE shards (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-        uses INTEGER NOT NULL, last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL,
-        pass_id INTEGER NOT NULL, spans BLOB NOT NULL)""",
-    """CREATE TABLE reservations (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL)""",
+    *SHARD_STATEMENTS,
     """CREATE TABLE suspects (
         pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
         PRIMARY KEY (pass_id, position)) WITHOUT ROWID""",
     """CREATE TABLE failures (
         kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
         PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
-    # The sums over all shards, kept by triggers: every reservation reads them.
-    "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
-    "INSERT INTO totals VALUES (0, 0, 0)",
-    """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
-        UPDATE totals SET shards = shards + 1, samples = samples + NEW.num_samples,
-            size_bytes = size_bytes + NEW.size_bytes; END""",
-    """CREATE TRIGGER shard_goes AFTER DELETE ON shards BEGIN
-        UPDATE totals SET shards = shards - 1, samples = samples - OLD.num_samples,
-            size_bytes = size_bytes - OLD.size_bytes; END""",
-    """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
-        UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
 )
 
 
@@ -156,6 +139,9 @@ class Catalogue:
                 (application,) = tables.execute("PRAGMA application_id").fetchone()
                 if application != APPLICATION_ID:
                     return f"{self.path} is not a catalogue"
+                (version,) = tables.execute("PRAGMA user_version").fetchone()
+                if version < SCHEMA_VERSION:
+                    return f"{self.path} is of an earlier version"
                 (said,) = tables.execute("PRAGMA integrity_check(1)").fetchone()
                 tables.totals(), tables.meta("catalogue_id")  # raises for a file without our tables
                 return None if said == "ok" else str(said)

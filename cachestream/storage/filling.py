@@ -230,15 +230,13 @@ class Filling:
     def fields_of_several_shapes(self) -> list[str]:
         """The names of the fields that have one shape in each shard, and not the same in all."""
         with self._catalogue.reading() as tables:
-            (ids,) = tables.shard_columns("schema_id")
-            shapes = [
-                {field.name: field.shape for field in schema.fields}
-                for schema in tables.schemas(set(ids.tolist()))
-            ]
+            schema, shapes = tables.schema, tables.shapes()
         return [
             name
-            for name in (shapes[0] if shapes else ())
-            if len(found := {one.get(name) for one in shapes}) > 1 and None not in found
+            for name, found in zip(
+                () if schema is None else schema.names, zip(*shapes, strict=True), strict=False
+            )
+            if len(set(found)) > 1 and None not in found
         ]
 
     def record_suspects(self, suspects: Iterable[tuple[int, Suspect]]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
-from cachestream.schema import ShardRow, Span
+from cachestream.schema import Span
 from cachestream.shard_format import ShardContent, encode_header
 from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes
 from cachestream.storage.os_errors import translated_disk_errors
@@ -122,15 +122,20 @@ class Publisher:
         progress: UnitProgress,
     ) -> None:
         for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
-            if not tables.fulfil_reservation(shard_id, self._owner):
+            if not tables.publish(
+                shard_id,
+                self._owner,
+                size_bytes,
+                content.num_samples,
+                content.schema,
+                content.fill,
+                progress.pass_id,
+                spans,
+            ):
                 raise CacheError(
                     f"{self._directory.root}: another process has released the reservation of shard {shard_id}, "
                     "because this one seemed to be gone; its samples will be fetched again"
                 )
-            row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
-            tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
-            tables.enter_split(shard_id, content.fill)
-            tables.enter_transform(shard_id, content.fill)
         tables.add("written_samples", sum(content.num_samples for content in contents))
         _commit(tables, progress)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
 from cachestream.linux import boot_id, kind_of, move, other_owner, remove
-from cachestream.schema import Schema, ShardRow, Span, spans_of
+from cachestream.schema import Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.layout import (
@@ -146,7 +146,6 @@ def rebuild_catalogue(
             remove_if_there(path)  # of a process that was killed here
 
         def fill(tables: Tables) -> None:
-            tables.make_tables_for(settings)
             tables.set_meta("catalogue_id", uuid.uuid4().hex)  # a new one for each catalogue
             _enter_shards(directory, tables, _IDS_SKIPPED if known else 0)
 
@@ -186,7 +185,6 @@ def _enter_shards(directory: Directory, tables: Tables, last_id: int) -> None:
     Only headers are read: data is verified on first use. Temporary files are removed: their reservations are
     lost, and their samples will be fetched again.
     """
-    schema_ids: dict[Schema, int] = {}
     for name in sorted(os.listdir(directory.shards)):
         path = os.path.join(directory.shards, name)
         if _TEMPORARY_NAME.fullmatch(name):
@@ -195,25 +193,24 @@ def _enter_shards(directory: Directory, tables: Tables, last_id: int) -> None:
             continue
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
         try:
-            _enter_shard(tables, int(match[1]), path, schema_ids)
+            _enter_shard(tables, int(match[1]), path)
         except (CorruptShardError, SchemaMismatchError):
+            tables.forget([int(match[1])])
             move_aside(directory, path, tables.settings.size_limit)
             tables.add("quarantined", 1)
     tables.set_meta("last_shard_id", last_id)
 
 
-def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Schema, int]) -> None:
+def _enter_shard(tables: Tables, shard_id: int, path: str) -> None:
     """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
     shard = MappedShard(path)
     if not shard.num_samples:  # no writer makes one, and its spans would hide samples that are not cached
         raise CorruptShardError(f"{path}: it holds no samples")
-    if shard.schema not in schema_ids:
-        schema_ids[shard.schema] = tables.admit_schema(shard.schema)
+    size_bytes = accounted_bytes(os.lstat(path))
+    tables.set_meta("last_shard_id", shard_id - 1)
+    tables.reserve(size_bytes, "")
     pass_id, spans = _origin(tables, shard.fill)
-    row = ShardRow(shard_id, accounted_bytes(os.lstat(path)), shard.num_samples, 0, 0)
-    tables.insert_shard(row, schema_ids[shard.schema], pass_id, spans)
-    tables.enter_split(shard_id, shard.fill)
-    tables.enter_transform(shard_id, shard.fill)
+    tables.publish(shard_id, "", size_bytes, shard.num_samples, shard.schema, shard.fill, pass_id, spans)
 
 
 def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, Sequence[Span]]:
@@ -340,13 +337,14 @@ def _check_shards(
 def check_sizes(
     directory: Directory, catalogue: Catalogue, *, correct: bool, newest: int | None = None
 ) -> str | None:
-    """Compare recorded sizes with the files, and sums with the rows; return the first problem, or None.
+    """Compare recorded sizes with the files; return the problem, or None.
 
     With `newest`, the sizes of that many shards are compared, and all only if something is wrong. With
-    `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
+    `correct`, they are corrected: a bit has flipped, or the shards were copied from another disk.
     """
     with catalogue.reading() as tables:
-        booked, sums, totals = tables.sizes(newest), tables.sums(), tables.totals()
+        question = "SELECT id, size_bytes FROM live ORDER BY id DESC LIMIT ?"
+        booked = dict(tables.execute(question, (-1 if newest is None else newest,)).fetchall())
     wrong = {}
     with translated_disk_errors(directory.shards, "reading the sizes of its files"):
         for shard_id, size_bytes in booked.items():
@@ -354,18 +352,15 @@ def check_sizes(
                 actual_bytes = accounted_bytes(os.lstat(shard_path(directory.root, shard_id)))
                 if actual_bytes != size_bytes:
                     wrong[shard_id] = actual_bytes
-    if not wrong and sums == totals:
+    if not wrong:
         return None
     if newest is not None:
         return check_sizes(directory, catalogue, correct=correct)
     if correct:
         with catalogue.transaction() as tables:
-            tables.correct_sizes(wrong)
-    return (
-        f"the recorded size of {len(wrong)} of {len(booked)} shards is wrong"
-        if wrong
-        else f"the sums are {totals} and not {sums}"
-    )
+            pairs = [(size_bytes, shard_id) for shard_id, size_bytes in wrong.items()]
+            tables.executemany("UPDATE shards SET size_bytes = ? WHERE id = ?", pairs)
+    return f"the recorded size of {len(wrong)} of {len(booked)} shards is wrong"
 
 
 # --- leftovers
@@ -405,7 +400,7 @@ def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -
     The names are listed before: a file that is written later would belong to a later reservation. A folder
     whose name is not ours ends in "/".
     """
-    reserved = {reservation.id for reservation in tables.reservations()}
+    reserved = {row.id for row in tables.unfinished()}
     known = tables.shard_ids() | reserved
     found = [
         os.path.join(directory.shards, name)

@@ -34,7 +34,7 @@ from cachestream.storage.leases import Lease, Leases
 from cachestream.storage.locks import is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
-from cachestream.storage.tables import Reservation, Tables
+from cachestream.storage.tables import DOOMED, RESERVED, Tables
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,7 +130,7 @@ class Reservations:
         """Measure the directory and its disk. Not within a transaction."""
         # Read before the disk's free bytes: a shard that is published meanwhile counts twice, not never.
         with self._catalogue.reading() as tables:
-            promised_bytes = tables.reserved_bytes()[0]
+            promised_bytes = tables.bytes_in(RESERVED)
         with translated_disk_errors(self._directory.root, "measuring it"):
             # A transaction that touches every row (a snapshot) has a journal as large as the catalogue, of
             # which it keeps what it has.
@@ -174,14 +174,13 @@ class Reservations:
             usage, leased = self.measure(), self.leases.live(clear=True).merged()
             with self._catalogue.transaction() as tables:
                 short_bytes = size_bytes - room_in(tables, usage).free_bytes
-                if 0 < short_bytes <= tables.reserved_bytes()[1]:
+                if 0 < short_bytes <= tables.bytes_in(DOOMED):
                     return None  # other processes are unlinking as much: more eviction would empty the cache
                 policy = self.policy(tables) if may_evict else "none"
                 victims = _victims(tables, policy, leased, short_bytes, used_only=spare_unused)
                 if short_bytes > sum(row.size_bytes for row in victims):
                     return None
-                shard_id = tables.add("last_shard_id", 1)
-                tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
+                shard_id = tables.reserve(size_bytes, owner)
                 self._doom(tables, victims, owner)
         try:
             self._unlink([row.id for row in victims], owner)
@@ -197,11 +196,11 @@ class Reservations:
         """
         with self._retried_later([shard_id], owner):
             with self._catalogue.reading() as tables:
-                if tables.shard(shard_id) is not None:
+                if shard_id not in {row.id for row in tables.unfinished()}:
                     return  # interrupted after the commit
             self._remove_files([shard_id])
             with self._catalogue.transaction() as tables:
-                tables.delete_reservations([shard_id])
+                tables.forget([shard_id])
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
@@ -224,7 +223,7 @@ class Reservations:
                 with self._catalogue.transaction() as tables:
                     room = room_in(tables, usage)
                     surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-                    surplus_bytes -= tables.reserved_bytes()[1]  # other processes are unlinking as much
+                    surplus_bytes -= tables.bytes_in(DOOMED)  # other processes are unlinking as much
                     policy = policy or self.policy(tables)
                     victims = _victims(tables, policy, leased, surplus_bytes, spare_held_out=False)[:at_most]
                     self._doom(tables, victims, owner)
@@ -257,8 +256,13 @@ class Reservations:
             if name.endswith((OWNER_SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
-            reservations = tables.reservations()
-        abandoned = self._abandoned(reservations)
+            unfinished = tables.unfinished()
+        # The name of a dead owner is never used again.
+        owners = {row.owner for row in unfinished}
+        dead = {name for name in owners if not is_held(self._directory.owner_file(name))}
+        abandoned = [
+            row for row in unfinished if row.owner in dead or self._unreleased.get(row.id) == row.owner
+        ]
         if not abandoned:
             return
         with contextlib.ExitStack() as stack:
@@ -267,26 +271,16 @@ class Reservations:
             # An owner may have published its shard before it ended. Transferred, not deleted: the bytes count
             # until the files are removed, even if this process dies before that.
             with self._catalogue.transaction() as tables:
-                taken = [r.id for r in abandoned if tables.take_reservation(r.id, r.owner, owner)]
+                taken = tables.bury(abandoned, owner)
             self._unlink(taken, owner)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
             return
-        tables.delete_shards(row.id for row in victims)
-        for row in victims:
-            tables.insert_reservation(Reservation(row.id, row.size_bytes, owner, doomed=True))
+        tables.doom((row.id for row in victims), owner)
         tables.add("evicted_shards", len(victims))
         tables.add("evicted_samples", sum(row.num_samples for row in victims))
         tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
-
-    def _abandoned(self, reservations: list[Reservation]) -> list[Reservation]:
-        """The reservations of dead processes, and those that this process failed to release."""
-        # The name of a dead owner is never used again.
-        alive = {
-            name for name in {r.owner for r in reservations} if is_held(self._directory.owner_file(name))
-        }
-        return [r for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
         """Remove the files of doomed reservations of `owner`, and only then the reservations."""
@@ -295,7 +289,7 @@ class Reservations:
         with self._retried_later(doomed, owner):
             self._remove_files(doomed)
             with self._catalogue.transaction() as tables:
-                tables.delete_reservations(doomed)
+                tables.forget(doomed)
 
     @contextlib.contextmanager
     def _retried_later(self, shard_ids: list[int], owner: str) -> Iterator[None]:
@@ -321,7 +315,7 @@ class Reservations:
 def room_in(tables: Tables, usage: DiskUsage) -> Room:
     """The limit in force and the bytes in use."""
     size_limit, min_free = tables.settings.size_limit, tables.settings.min_free
-    used = tables.totals()[2] + sum(tables.reserved_bytes()) + usage.overhead_bytes + usage.headroom_bytes
+    used = tables.bytes_of_files() + usage.overhead_bytes + usage.headroom_bytes
     return Room(effective_limit(size_limit, used, usage.free_bytes, min_free), used)
 
 

@@ -105,7 +105,6 @@ def change_settings(directory: Directory, catalogue: Catalogue, **changes: Any) 
     """Store changed settings; a full cache may have room then."""
     with catalogue.transaction() as tables:
         settings = replace(read_settings(directory), **changes)
-        tables.make_tables_for(settings)
         tables.resume_filling()
         write_settings(directory, settings)  # last: if it fails, nothing changes
 
@@ -180,11 +179,10 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
     name = check_split("train" if split is None else split)
     share = None if holdout is None else check_holdout(holdout)
     if stored is None and share is not None:
-        with cache.catalogue.transaction() as tables:
+        with cache.catalogue.transaction():
             settings = read_settings(cache.directory)
             if (stored := settings.holdout) is None:
                 settings = replace(settings, holdout=(stored := share))
-                tables.make_tables_for(settings)
                 write_settings(cache.directory, settings)
     if stored is None:
         raise ConfigError(

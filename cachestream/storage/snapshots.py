@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -34,6 +33,7 @@ from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
 from cachestream.storage.settings import choose_split
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.tables import DOOMED, RESERVED
 from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
@@ -75,22 +75,20 @@ class _CachedShards:
     ids: IntArray
     counts: IntArray
     sizes: IntArray
-    schema_ids: IntArray
     uses: IntArray
     split: Split | None
     view: View
 
     @classmethod
     def of(cls, tables: Tables, split: Split | None, view: View) -> _CachedShards:
-        ids, sizes, schema_ids, uses = tables.shard_columns("id", "num_samples", "schema_id", "uses")
+        ids, sizes, uses, held_out = tables.shard_columns("id", "num_samples", "uses", "held_out")
         counts = sizes
         # A shard published since the count is for the next epoch.
         if view.selects:
             counts = np.maximum(view.counts(ids), 0)
         elif split is not None:
-            held_out = tables.held_out_counts()
             counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
-        return cls(ids, counts, sizes, schema_ids, uses, split, view)
+        return cls(ids, counts, sizes, uses, split, view)
 
     def with_those_passed_over(self, chosen: IntArray) -> IntArray:
         """The indices `chosen`, and those of shards in which the condition selects nothing.
@@ -189,10 +187,10 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
     """
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, cached.with_those_passed_over(chosen)))
-    merged = reduce(Schema.merge, tables.schemas(set(cached.schema_ids[chosen].tolist())))
-    # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
-    schema = merged.with_dtypes((tables.schema or merged).dtypes)
-    return cached.view.fields_of(schema)
+    assert tables.schema is not None
+    # The shapes of these shards, and the dtypes of the cache: an epoch would have floats, and the next one, of
+    # other shards, integers.
+    return cached.view.fields_of(tables.schema.with_shapes(tables.shapes(ranges_of(cached.ids, chosen))))
 
 
 def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
@@ -247,7 +245,7 @@ def _shards_to_leave(
         is_whole = request.epoch_size is None or request.epoch_size >= int(counts.sum())
         if share_bytes and _note_waits(tables) and is_whole:
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
-            share_bytes = add_what_was_left(share_bytes, left_bytes, sum(tables.reserved_bytes()))
+            share_bytes = add_what_was_left(share_bytes, left_bytes, tables.bytes_in(RESERVED, DOOMED))
     kept_samples = int(cached.counts.sum() - counts.sum())
     leave_bytes = surplus_bytes + share_bytes
     return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples, kept_samples)
@@ -288,9 +286,9 @@ def count_held_out(cache: Cache, split: Split) -> None:
     """Count the held-out samples of shards made before the cache held any out, by reading them once."""
     choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
     with cache.catalogue.reading() as tables:
-        uncounted = tables.uncounted_shards()
+        rows = tables.execute("SELECT id FROM live WHERE held_out IS NULL").fetchall()
     counts: dict[int, int] = {}
-    for shard_id in uncounted:
+    for (shard_id,) in rows:
         try:
             shard = MappedShard(shard_path(cache.path, shard_id))
             counts[shard_id] = len(Split("held-out", split.holdout).rows(shard.key_hashes()))
@@ -298,8 +296,8 @@ def count_held_out(cache: Cache, split: Split) -> None:
             cache.quarantine(shard_id, str(error))
     if counts:
         with cache.catalogue.transaction() as tables:
-            for shard_id, count in counts.items():
-                tables.insert_split(shard_id, count)
+            statement = "UPDATE shards SET held_out = ? WHERE id = ? AND held_out IS NULL"
+            tables.executemany(statement, [(count, shard_id) for shard_id, count in counts.items()])
 
 
 def count_samples(cache: Cache, split: Split | None, view: View = ALL) -> int:
@@ -323,11 +321,12 @@ def weigh_shards(cache: Cache, weights: Mapping[int, float]) -> None:
     if cache.eviction != "least-weight":
         return
     with cache.catalogue.reading() as tables:
-        known = tables.weights()
+        known = dict(tables.execute("SELECT id, weight FROM live").fetchall())
     changed = {shard_id: weight for shard_id, weight in weights.items() if known.get(shard_id) != weight}
     if changed:  # otherwise no commit: it would keep the snapshot from being reused
         with cache.catalogue.transaction() as tables:
-            tables.weigh(changed)
+            pairs = [(weight, shard_id) for shard_id, weight in changed.items()]
+            tables.executemany("UPDATE shards SET weight = ? WHERE id = ?", pairs)
 
 
 def of_split(split: Split | None) -> str:

@@ -20,6 +20,7 @@ from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import count_samples, of_split
+from cachestream.storage.tables import DOOMED, RESERVED
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 from cachestream.storage.view import ALL, View
 
@@ -376,7 +377,7 @@ def occupied_bytes(cache: Cache) -> int:
     """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
     directory = cache.directory
     with cache.catalogue.reading() as tables:
-        shard_bytes, reserved = tables.totals()[2], [row.id for row in tables.reservations()]
+        shard_bytes, reserved = tables.totals()[2], [row.id for row in tables.unfinished()]
     unfinished_bytes = sum(
         size_of_file(directory.temporary_shard(key)) + size_of_file(shard_path(directory.root, key))
         for key in reserved
@@ -391,7 +392,7 @@ def read_status(cache: Cache) -> CacheStatus:
         fill, meta, settings = fill_state(tables), tables.all_meta(), tables.settings
         policy = cache.reservations.policy(tables)
         leased_bytes = tables.bytes_within(leased.merged())
-        reserved_bytes = sum(tables.reserved_bytes())
+        reserved_bytes = tables.bytes_in(RESERVED, DOOMED)
         held_out_samples = tables.held_out()[0]
         outdated = tables.samples_of_others(fill.transform or "")
     state, schema = phase_now(fill, has_worker(directory)), fill.schema
