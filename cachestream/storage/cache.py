@@ -26,6 +26,7 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.recovery import (
     VerifyReport,
     check_sizes,
+    count_strays,
     open_catalogue,
     rebuild_catalogue,
     remove_leftovers,
@@ -373,6 +374,8 @@ class Cache:
 
         With `newest`, only that many shards are looked at, and all only if something is wrong.
         """
+        if newest is None:
+            count_strays(self.directory, self.catalogue)
         return check_sizes(self.directory, self.catalogue, correct=True, newest=newest)
 
     def recover(self) -> int:

@@ -10,6 +10,7 @@ value read in a transaction is still valid when it commits.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sqlite3
 import threading
@@ -179,12 +180,13 @@ class Catalogue:
     @signal_safe
     def _within(self, begin: str, *, patient: bool = True) -> Iterator[Tables]:
         is_reading = begin == "BEGIN"
-        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+        timeout_s = self._lock_timeout_s
+        with self._lock, translated_sql_errors(self.path, timeout_s):
             if is_reading and self._connection is not None and self._connection.in_transaction:
                 yield Tables(self._connection, self._directory)
                 return
             for _ in range(_REOPENINGS):
-                connection = self._readable(patient=patient)
+                connection = self._readable(patient=patient, timeout_s=timeout_s)
                 if not is_reading:
                     check_own(self._directory.root)
                     if self._read_only:
@@ -238,6 +240,20 @@ class Catalogue:
         finally:
             self._local.is_hurried = False
 
+    @contextmanager
+    def patient_until(self, deadline_s: float) -> Iterator[None]:
+        """Have this thread wait for locks of other processes until this monotonic time, 20 s at most."""
+        self._local.deadline_s = deadline_s
+        try:
+            yield
+        finally:
+            self._local.deadline_s = math.inf
+
+    @property
+    def _lock_timeout_s(self) -> float:
+        left_s = getattr(self._local, "deadline_s", math.inf) - time.monotonic()
+        return min(LOCK_TIMEOUT_S, max(_POLL_S, left_s))
+
     def may_be_mended(self) -> bool:
         """Return whether this thread should wait for a worker to mend the file."""
         return not self._is_hurried and self.is_mended()
@@ -246,15 +262,16 @@ class Catalogue:
     def _is_hurried(self) -> bool:
         return getattr(self._local, "is_hurried", False)
 
-    def _readable(self, *, patient: bool) -> sqlite3.Connection:
+    def _readable(self, *, patient: bool, timeout_s: float) -> sqlite3.Connection:
         """The connection, once the file can be read.
 
         A worker that runs rebuilds a damaged file, and waits for a disk that fails.
         """
         while True:
             try:
-                with translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+                with translated_sql_errors(self.path, timeout_s):
                     connection = self._connected()
+                    connection.execute(f"PRAGMA busy_timeout = {int(1000 * timeout_s)}")
                     connection.execute("PRAGMA schema_version").fetchone()
                 self._troubled_s = None
                 return connection

@@ -37,6 +37,7 @@ from cachestream.storage.os_errors import (
 )
 from cachestream.storage.settings import Settings, find_settings, read_settings, write_settings
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.tables import STRAY
 from cachestream.storage.telemetry import forget_dead_loaders
 
 if TYPE_CHECKING:
@@ -297,6 +298,7 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
             cache.quarantine(shard_id, said or f"shard {shard_id}: missing")
         orphans = _files_to_remove(directory, catalogue)
         stuck = sum(map(_remove_file, orphans)) < len(orphans)
+        count_strays(directory, catalogue)
         cache.enforce_limit()  # which whoever lowered it may have been killed over
     else:
         names = sorted(os.listdir(directory.shards))
@@ -370,8 +372,24 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     """Remove our files that belong to no shard and no writer (after a power loss); return their number."""
     leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
     removed = sum(map(_remove_file, leftovers))
+    count_strays(directory, catalogue)
     forget_dead_loaders(directory)
     return removed
+
+
+def count_strays(directory: Directory, catalogue: Catalogue) -> None:
+    """Have unknown files among the shards count as used, in a row of their own."""
+    with translated_disk_errors(directory.shards, "listing it"):
+        names = os.listdir(directory.shards)
+    with catalogue.reading() as tables:
+        paths, known = _unknown_files(directory, names, tables), tables.bytes_in(STRAY)
+    found = sum(size_of_file(path) + (bytes_below(path) if path.endswith("/") else 0) for path in paths)
+    if found != known:
+        with catalogue.transaction() as tables:
+            tables.execute(
+                "INSERT OR REPLACE INTO shards (id, state, owner, size_bytes) VALUES (0, ?, '', ?)",
+                (STRAY, found),
+            )
 
 
 def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:

@@ -2,8 +2,8 @@
 
 The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
 file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. Reservations of a dead process are cleared by the next one that reserves. What a transaction has
-to know of the disk and of the leases is read before it begins.
+process dies. Reservations of a dead process are cleared by the next one that reserves. The catalogue's write lock
+decides: under it the disk is measured and the leases are read, and a lease is made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, CacheLockedError
@@ -117,7 +119,7 @@ class Reservations:
 
     def hold(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
-        with self.leases.locked():
+        with self._catalogue.transaction():
             return self.leases.create(ranges)
 
     def footprint(self, size_bytes: int) -> int:
@@ -127,7 +129,7 @@ class Reservations:
     # --- the room there is
 
     def measure(self) -> DiskUsage:
-        """Measure the directory and its disk. Not within a transaction."""
+        """Measure the directory and its disk; in a write transaction nobody reserves meanwhile."""
         # Read before the disk's free bytes: a shard that is published meanwhile counts twice, not never.
         with self._catalogue.reading() as tables:
             promised_bytes = tables.bytes_in(RESERVED)
@@ -170,18 +172,20 @@ class Reservations:
         then writes the file, and turns the reservation into a shard or cancels it.
         """
         self.clear_dead(owner)
-        with self.leases.locked():
+        ranking: list[int] = []
+        if may_evict:
+            ranking = self.rank(lambda room: room.free_bytes < size_bytes, used_only=spare_unused)
+        with self._catalogue.transaction() as tables:
             usage, leased = self.measure(), self.leases.live(clear=True).merged()
-            with self._catalogue.transaction() as tables:
-                short_bytes = size_bytes - room_in(tables, usage).free_bytes
-                if 0 < short_bytes <= tables.bytes_in(DOOMED):
-                    return None  # other processes are unlinking as much: more eviction would empty the cache
-                policy = self.policy(tables) if may_evict else "none"
-                victims = _victims(tables, policy, leased, short_bytes, used_only=spare_unused)
-                if short_bytes > sum(row.size_bytes for row in victims):
-                    return None
-                shard_id = tables.reserve(size_bytes, owner)
-                self._doom(tables, victims, owner)
+            short_bytes = size_bytes - room_in(tables, usage).free_bytes
+            if 0 < short_bytes <= tables.bytes_in(DOOMED):
+                return None  # other processes are unlinking as much: more eviction would empty the cache
+            policy = self.policy(tables) if may_evict else "none"
+            victims = _victims(tables, policy, ranking, leased, short_bytes, used_only=spare_unused)
+            if short_bytes > sum(row.size_bytes for row in victims):
+                return None
+            shard_id = tables.reserve(size_bytes, owner)
+            self._doom(tables, victims, owner)
         try:
             self._unlink([row.id for row in victims], owner)
         except BaseException:
@@ -218,17 +222,23 @@ class Reservations:
     def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None, at_most: int | None = None) -> int:
         with self.evictor("evict") as owner:
             self.clear_dead(owner)
-            with self.leases.locked():
+            ranking: list[int] = []
+            if policy is None:
+                ranking = self.rank(
+                    lambda room: room.used_bytes > (room.limit_bytes if to_bytes is None else to_bytes),
+                    spare_held_out=False,
+                )
+            with self._catalogue.transaction() as tables:
                 usage, leased = self.measure(), self.leases.live(clear=True).merged()
-                with self._catalogue.transaction() as tables:
-                    room = room_in(tables, usage)
-                    surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-                    surplus_bytes -= tables.bytes_in(DOOMED)  # other processes are unlinking as much
-                    policy = policy or self.policy(tables)
-                    victims = _victims(tables, policy, leased, surplus_bytes, spare_held_out=False)[:at_most]
-                    self._doom(tables, victims, owner)
-                    if victims:
-                        tables.resume_filling()
+                room = room_in(tables, usage)
+                surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+                surplus_bytes -= tables.bytes_in(DOOMED)  # other processes are unlinking as much
+                policy = policy or self.policy(tables)
+                victims = _victims(tables, policy, ranking, leased, surplus_bytes, spare_held_out=False)
+                victims = victims[:at_most]
+                self._doom(tables, victims, owner)
+                if victims:
+                    tables.resume_filling()
             self._unlink([row.id for row in victims], owner)
         return sum(row.size_bytes for row in victims)
 
@@ -273,6 +283,28 @@ class Reservations:
             with self._catalogue.transaction() as tables:
                 taken = tables.bury(abandoned, owner)
             self._unlink(taken, owner)
+
+    def rank(
+        self,
+        is_needed: Callable[[Room], bool] = lambda _: True,
+        *,
+        used_only: bool = False,
+        spare_held_out: bool = True,
+        spare_leased: bool = True,
+    ) -> list[int]:
+        """The ids of the shards that an eviction function returns, the first to evict first; [] without one.
+
+        The user's function may take its time, and use the cache: it runs in no transaction.
+        """
+        with self._catalogue.reading() as tables:
+            policy = self.policy(tables)
+        if not callable(policy) or not is_needed(self.room()):
+            return []
+        leased = self.leases.live().merged() if spare_leased else np.empty((0, 2), np.int64)
+        with self._catalogue.reading() as tables:
+            kept = tables.held_out_shards() if spare_held_out else set()
+            rows = [row for row in _outside(leased, tables.shards(used_only=used_only)) if row.id not in kept]
+        return [row.id for row in chosen_by(policy, rows)]
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
@@ -322,6 +354,7 @@ def room_in(tables: Tables, usage: DiskUsage) -> Room:
 def _victims(
     tables: Tables,
     policy: EvictionPolicy,
+    ranking: list[int],
     leased: IntArray,
     need_bytes: int,
     *,
@@ -330,8 +363,8 @@ def _victims(
 ) -> list[ShardRow]:
     """The shards to evict by `policy` that free `need_bytes`; all that may go if these do not.
 
-    Shards in the ranges `leased` stay, and those that hold only held-out samples, because a validation set
-    must not change between epochs. Unless `spare_held_out`, these go last.
+    `ranking`: what a function has chosen before. Shards in the ranges `leased` stay, and those that hold only
+    held-out samples, because a validation set must not change between epochs. Unless `spare_held_out`, these go last.
     """
     if policy == "none" or need_bytes <= 0:
         return []
@@ -343,7 +376,8 @@ def _victims(
         if spare_held_out:
             candidates = (row for row in unleased if row.id not in held_out)
         if callable(policy):
-            candidates = chosen_by(policy, list(candidates))
+            by_id = {row.id: row for row in candidates}
+            candidates = [by_id[shard_id] for shard_id in ranking if shard_id in by_id]
         if held_out and not spare_held_out:
             candidates = sorted(candidates, key=lambda row: row.id in held_out)
         return choose_victims(candidates, need_bytes)

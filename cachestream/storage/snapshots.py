@@ -25,7 +25,6 @@ from cachestream.storage.eviction import (
     Room,
     add_what_was_left,
     bytes_to_leave,
-    chosen_by,
     leave_out,
 )
 from cachestream.storage.filling import WAITS, FillState, fill_state, phase_now
@@ -120,31 +119,31 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
     """Choose and lease the shards of an epoch, and count them as used."""
     split, view, reservations = request.split, request.view, cache.reservations
     count_samples(cache, split, view)  # reads new shards, which the transaction below must not
-    with reservations.leases.locked():
+    ranking = reservations.rank(spare_leased=False)
+    has_worker = cache.has_worker()
+    with cache.catalogue.transaction() as tables:
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)
-        has_worker = cache.has_worker()
-        with cache.catalogue.transaction() as tables:
-            fill = fill_state(tables)
-            is_filling = phase_now(fill, has_worker) == "filling"
-            cached = _CachedShards.of(tables, split, view)
-            if not len(cached.ids):
-                raise NotEnoughSamplesError(
-                    f"the cache at {cache.path} is empty{_why_empty(fill, has_worker)}"
-                )
-            policy, room = reservations.policy(tables), room_in(tables, usage)
-            excluded = _shards_to_leave(tables, request, cached, policy, room, leased, is_filling=is_filling)
-            chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
-            if view.selects and not len(chosen):
-                raise NotEnoughSamplesError(
-                    f"where= selects 0 of the {int(cached.sizes.sum())} samples in the cache at {cache.path}"
-                    f"{of_split(split)}; wait for more, or change the condition"
-                )
-            if split is not None and not len(chosen):
-                raise NotEnoughSamplesError(
-                    f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the split "
-                    f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
-                )
-            schema = _mark_used(tables, cached, chosen)
+        fill = fill_state(tables)
+        is_filling = phase_now(fill, has_worker) == "filling"
+        cached = _CachedShards.of(tables, split, view)
+        if not len(cached.ids):
+            raise NotEnoughSamplesError(f"the cache at {cache.path} is empty{_why_empty(fill, has_worker)}")
+        policy, room = reservations.policy(tables), room_in(tables, usage)
+        excluded = _shards_to_leave(
+            tables, request, cached, policy, ranking, room, leased, is_filling=is_filling
+        )
+        chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
+        if view.selects and not len(chosen):
+            raise NotEnoughSamplesError(
+                f"where= selects 0 of the {int(cached.sizes.sum())} samples in the cache at {cache.path}"
+                f"{of_split(split)}; wait for more, or change the condition"
+            )
+        if split is not None and not len(chosen):
+            raise NotEnoughSamplesError(
+                f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the split "
+                f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
+            )
+        schema = _mark_used(tables, cached, chosen)
         return _leased(cache, cached, chosen, schema)
 
 
@@ -166,17 +165,16 @@ def restore_snapshot(
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
     count_samples(cache, split, view)  # reads new shards, which the transaction below must not
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
-    with cache.reservations.leases.locked():
-        with cache.catalogue.transaction() as tables:
-            cached = _CachedShards.of(tables, split, view)
-            pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
-            chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
-            if not len(chosen):
-                raise NotEnoughSamplesError(
-                    f"none of the {len(expected)} shards of this epoch is cached in {cache.path} any more; "
-                    "begin a new epoch"
-                )
-            schema = _mark_used(tables, cached, chosen)
+    with cache.catalogue.transaction() as tables:
+        cached = _CachedShards.of(tables, split, view)
+        pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
+        chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
+        if not len(chosen):
+            raise NotEnoughSamplesError(
+                f"none of the {len(expected)} shards of this epoch is cached in {cache.path} any more; "
+                "begin a new epoch"
+            )
+        schema = _mark_used(tables, cached, chosen)
         snapshot, lease = _leased(cache, cached, chosen, schema)
     return snapshot, lease, np.setdiff1d(shard_ids, cached.ids[chosen]).tolist()
 
@@ -194,7 +192,7 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
 
 
 def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
-    """Lease the `chosen` shards. Requires the lock of the leases."""
+    """Lease the `chosen` shards. Requires the catalogue's write lock."""
     lease = cache.reservations.leases.create(ranges_of(cached.ids, chosen))
     ids, counts = cached.ids[chosen], cached.counts[chosen]
     sizes = None if cached.counts is cached.sizes else cached.sizes[chosen]
@@ -210,6 +208,7 @@ def _shards_to_leave(
     request: SnapshotRequest,
     cached: _CachedShards,
     policy: EvictionPolicy,
+    ranking: list[int],
     room: Room,
     leased: LeasedShards,
     *,
@@ -234,7 +233,7 @@ def _shards_to_leave(
     turns_over = request.turnover and is_trained_on and policy != "none" and is_filling
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
-    ids, sizes, uses = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
+    ids, sizes, uses = _in_order_of_eviction(tables, "lru" if policy == "none" else policy, ranking)
     counts = cached.counts[np.searchsorted(cached.ids, ids)]
     is_free = leased.holders(ids) == 0
     order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
@@ -251,15 +250,14 @@ def _shards_to_leave(
     return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples, kept_samples)
 
 
-def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:
+def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy, ranking: list[int]) -> list[IntArray]:
     """The ids, bytes and uses of the shards that may be evicted, int64 `[n]` each."""
-    kept = tables.held_out_shards()
+    columns = tables.shard_columns("id", "size_bytes", "uses", policy="fifo" if callable(policy) else policy)
     if callable(policy):
-        rows = chosen_by(policy, [row for row in tables.shards() if row.id not in kept])
-        values = [(row.id, row.size_bytes, row.uses) for row in rows]
-        return list(np.array(values, np.int64).reshape(-1, 3).T)
-    columns = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
-    goes = ~np.isin(columns[0], list(kept))
+        place = {shard_id: index for index, shard_id in enumerate(columns[0].tolist())}
+        order = np.array([place[shard_id] for shard_id in ranking if shard_id in place], np.int64)
+        return [column[order] for column in columns]
+    goes = ~np.isin(columns[0], list(tables.held_out_shards()))
     return [column[goes] for column in columns]
 
 

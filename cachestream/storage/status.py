@@ -20,7 +20,7 @@ from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import count_samples, of_split
-from cachestream.storage.tables import DOOMED, RESERVED
+from cachestream.storage.tables import DOOMED, LIVE, RESERVED, STRAY
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 from cachestream.storage.view import ALL, View
 
@@ -307,26 +307,28 @@ def wait_for_samples(
     least = wanted if least is None else least
     warn_s, waited_s, polled_s, used_s = _WARN_AFTER_S, 0.0, time.monotonic(), time.thread_time()
     while True:
+        deadline_s = polled_s + max(_LONGEST_POLL_S, timeout_s - waited_s)
         try:
-            if (have := count_samples(cache, split, view)) >= wanted:
-                return have
-            state, fill = read_filling(cache)
-            ended = state in ("complete", "full", "failed")
-            if ended or waited_s >= timeout_s:
-                # The last samples may have come between the count and the state.
-                if (have := count_samples(cache, split, view)) >= least:
+            with cache.catalogue.patient_until(deadline_s):
+                if (have := count_samples(cache, split, view)) >= wanted:
                     return have
-                of = of_split(split)
-                if view.selects:
-                    of += f" that where= selects (of {cache.num_samples} in all)"
-                why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
-                reason = _describe_shortage(cache, fill, have, state, why, ended=ended)
-                raise NotEnoughSamplesError(
-                    f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
-                )
-            if waited_s > warn_s:
-                is_known = _warn_of_shortage(cache, fill, have, wanted)
-                warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
+                state, fill = read_filling(cache)
+                ended = state in ("complete", "full", "failed")
+                if ended or waited_s >= timeout_s:
+                    # The last samples may have come between the count and the state.
+                    if (have := count_samples(cache, split, view)) >= least:
+                        return have
+                    of = of_split(split)
+                    if view.selects:
+                        of += f" that where= selects (of {cache.num_samples} in all)"
+                    why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
+                    reason = _describe_shortage(cache, fill, have, state, why, ended=ended)
+                    raise NotEnoughSamplesError(
+                        f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
+                    )
+                if waited_s > warn_s:
+                    is_known = _warn_of_shortage(cache, fill, have, wanted)
+                    warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
         except (CatalogueDamagedError, DiskFailedError):
             # A worker that runs rebuilds the catalogue, or waits for the disk.
             if waited_s >= timeout_s or not cache.catalogue.may_be_mended():
@@ -377,7 +379,7 @@ def occupied_bytes(cache: Cache) -> int:
     """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
     directory = cache.directory
     with cache.catalogue.reading() as tables:
-        shard_bytes, reserved = tables.totals()[2], [row.id for row in tables.unfinished()]
+        shard_bytes, reserved = tables.bytes_in(LIVE, STRAY), [row.id for row in tables.unfinished()]
     unfinished_bytes = sum(
         size_of_file(directory.temporary_shard(key)) + size_of_file(shard_path(directory.root, key))
         for key in reserved

@@ -33,6 +33,7 @@ from cachestream.storage.settings import Settings, read_settings
 RESERVED: Final = "reserved"
 LIVE: Final = "live"
 DOOMED: Final = "doomed"
+STRAY: Final = "stray"  # of row 0: the unknown files in the folder, together
 
 # `held_out`: held-out samples, NULL until they are counted. `part`: the samples of its spans that the shard holds
 # (WHOLE, TRAIN, HELD_OUT). `weight`: the mean weight of its samples, NULL until a loader has weighed them.
