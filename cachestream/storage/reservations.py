@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, CacheLockedError
+from cachestream.linux import remove
 from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.catalogue import JOURNAL_BYTES
 from cachestream.storage.eviction import EvictionPolicy, Room, choose_victims, chosen_by, describe_shortage
@@ -33,8 +36,8 @@ from cachestream.storage.layout import (
     size_of_file,
 )
 from cachestream.storage.leases import Lease, Leases
-from cachestream.storage.locks import is_held, lock_file, remove_unheld
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.locks import is_held, remove_unheld
+from cachestream.storage.os_errors import check_own, translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import DOOMED, RESERVED, Tables
 
@@ -74,15 +77,25 @@ class DiskUsage:
 
 
 class Owner:
-    """A process that writes into the cache, alive for as long as it holds its file's lock."""
+    """A process that writes into the cache, alive for as long as it holds its file's lock.
+
+    The kernel drops the lock when the process ends; a forked child does not have it.
+    """
 
     def __init__(self, directory: Directory, name: str) -> None:
         self.name = name
         path = directory.owner_file(name)
-        file = lock_file(path, timeout_s=_OWNER_TIMEOUT_S)
-        if file is None:
-            raise CacheLockedError(f"{path} is held by another process; start again")
-        self._file = file
+        check_own(directory.leases)
+        self._lock = FileLock(path, _OWNER_TIMEOUT_S, mode=0o600, thread_local=False, poll_interval=0.01)
+        with translated_disk_errors(path):
+            if not os.path.isdir(
+                directory.leases
+            ):  # filelock would make it: a cache that was removed comes back
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            try:
+                self._lock.acquire()
+            except Timeout as error:
+                raise CacheLockedError(f"{path} is held by another process; start again") from error
 
     @classmethod
     def temporary(cls, directory: Directory, what: str) -> Owner:
@@ -90,7 +103,10 @@ class Owner:
         return cls(directory, f"{what}-{secrets.token_hex(6)}")
 
     def release(self) -> None:
-        self._file.release(unlink=True)
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):
+                remove(self._lock.lock_file)
+            self._lock.release(force=True)
 
     def __enter__(self) -> Self:
         return self
