@@ -105,8 +105,8 @@ def fill_state(tables: Tables) -> FillState:
         evicted_shards=int(meta.get("evicted_shards", 0)),
         evicted_samples=int(meta.get("evicted_samples", 0)),
         snapshots=int(meta.get("clock", 0)),
-        size_limit=int(meta["size_limit"]),
-        min_free=int(meta["min_free"]),
+        size_limit=tables.settings.size_limit,
+        min_free=tables.settings.min_free,
         catalogue_id=meta.get("catalogue_id"),
         mixture=tuple(json.loads(meta.get("mixture", "[]"))),
         failures=tuple(tables.failures()),
@@ -187,15 +187,13 @@ class Filling:
     def fields_of_several_shapes(self) -> list[str]:
         """The names of the fields that have one shape in each shard, and not the same in all."""
         with self._catalogue.reading() as tables:
-            (ids,) = tables.shard_columns("schema_id")
-            shapes = [
-                {field.name: field.shape for field in schema.fields}
-                for schema in tables.schemas(set(ids.tolist()))
-            ]
+            schema, shapes = tables.schema, tables.shapes()
         return [
             name
-            for name in (shapes[0] if shapes else ())
-            if len(found := {one.get(name) for one in shapes}) > 1 and None not in found
+            for name, found in zip(
+                () if schema is None else schema.names, zip(*shapes, strict=True), strict=False
+            )
+            if len(set(found)) > 1 and None not in found
         ]
 
     def record_mixture(self, shares: Sequence[float]) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
-from cachestream.schema import Schema, ShardRow, Span
+from cachestream.schema import Schema, Span
 from cachestream.shard_format import ShardContent, encode_header
-from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes, sync_folder
+from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.progress import PassRow
 from cachestream.storage.shard import shard_path
@@ -73,8 +73,6 @@ def write_shard(
             _write_all(fd, header)
             for column in content.columns:
                 _write_all(fd, column.data.data)
-            # Never retried: after a failed fsync the pages are marked clean. The file is removed.
-            os.fsync(fd)
             _check_occupied(path, fd, reserved.most_bytes)
             accounted = accounted_bytes(os.fstat(fd))
         finally:
@@ -181,8 +179,6 @@ class Publisher:
                     move(
                         self._directory.temporary_shard(shard.id), shard_path(self._directory.root, shard.id)
                     )
-                if shards:
-                    sync_folder(self._directory.shards)
             with self._transaction() as tables:
                 is_wanted = only_if is None or only_if(tables)
                 if is_wanted:
@@ -206,15 +202,21 @@ class Publisher:
         decided: Schema | None,
     ) -> None:
         for shard in shards:
-            if not tables.fulfil_reservation(shard.id, self._owner):
+            if not tables.publish(
+                shard.id,
+                self._owner,
+                shard.size_bytes,
+                shard.num_samples,
+                shard.schema,
+                shard.fill,
+                pass_id,
+                spans,
+                decided,
+            ):
                 raise CacheError(
                     f"{self._directory.root}: another process has released the reservation of shard {shard.id}, "
                     "because this one seemed to be gone; its samples will be fetched again"
                 )
-            row = ShardRow(shard.id, shard.size_bytes, shard.num_samples, 0, int(tables.meta("clock", 0)))
-            tables.insert_shard(row, tables.admit_schema(shard.schema, decided), pass_id, spans)
-            tables.enter_split(shard.id, shard.fill)
-            tables.enter_transform(shard.id, shard.fill)
         if shards:
             tables.add("written_samples", sum(shard.num_samples for shard in shards))
 
@@ -266,9 +268,10 @@ def _check_occupied(path: str, fd: int, most_bytes: int) -> None:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write `data` in pieces, and start the writeback of each: the fsync then has less to wait for."""
+    """Write `data` in pieces, and start the writeback of each whole one: small files come in one burst."""
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])
-        begin_writeback(fd, written)
+        if written == _PIECE_BYTES:
+            begin_writeback(fd, written)
         view = view[written:]

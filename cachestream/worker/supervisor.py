@@ -193,6 +193,7 @@ class Supervisor:
                 self._record.write("stopped")
         except CacheFullError:
             logger.exception("the end could not be recorded")
+        self._cache.close()
         self._board.end()
         return 0
 

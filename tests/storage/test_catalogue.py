@@ -18,7 +18,6 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.filling import LabelNames, PlannedPass
 from cachestream.storage.locks import lock_file
-from cachestream.storage.tables import Reservation
 from tests.storage.support import Line, content, fork, publish
 
 
@@ -234,7 +233,7 @@ def test_a_transaction_contains_nothing_but_sql(cache: Cache, monkeypatch: pytes
     cache.quarantine(int(snapshot.shard_ids[0]), "x: broken")
     (Path(cache.directory.leases) / "dead.owner").touch()
     with cache.catalogue.transaction() as tables:
-        tables.insert_reservation(Reservation(1000, 4096, "dead", doomed=False))
+        tables.reserve(4096, "dead")
     assert cache.size_bytes
     assert repr(cache)
     cache.size_limit = "1.5MB"

@@ -22,7 +22,7 @@ from cachestream.storage.catalogue import APPLICATION_ID, SCHEMA_VERSION
 from cachestream.storage.os_errors import CatalogueDamagedError
 from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher
 from cachestream.storage.reservations import Owner
-from tests.storage.support import Line, assert_sound, content, fork, keys_in, new_cache, publish, shard_ids
+from tests.storage.support import Line, assert_sound, content, fork, keys_in, publish, shard_ids
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
             filled.recover()
         else:
             with filled.catalogue.transaction() as tables:
-                assert tables.take_reservation(5, "slow", "another")
+                assert tables.bury(tables.unfinished(), "another") == [5]
 
     with monkeypatch.context() as patch:
         patch.setattr(publish_module, "move", clear)
@@ -275,23 +275,6 @@ def test_what_was_done_in_a_lost_catalogue_is_no_progress_of_the_next(filled: Ca
     owner.release()
     assert filled.filling.state().positions_done == 0
     assert_sound(filled)
-
-
-def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast_path: Path) -> None:
-    filled.close()
-    for text in (
-        "",
-        "[]",
-        "5",
-        '{"cache_id": 1, "size_limit": "x", "min_free": -1, "eviction": "x"}',
-        "{" * 9999,
-    ):
-        Path(filled.directory.settings).write_text(text)
-        os.unlink(filled.catalogue.path)
-        with new_cache(fast_path / "cache", "3MB") as cache:
-            assert cache.num_samples == 12
-            assert cache.size_limit == 3_000_000
-            assert cache.eviction == "lru"
 
 
 @pytest.mark.e2e

@@ -199,6 +199,6 @@ def test_a_shard_that_is_refused_leaves_nothing(cache: Cache) -> None:
         progress = UnitProgress(pass_id)
         assert publisher.publish([shard], [], progress, reserved=[reserved], only_if=lambda _: False) is None
         with cache.catalogue.reading() as tables:
-            assert tables.reservations() == []
+            assert tables.unfinished() == []
     assert shard_ids(cache) == []
     assert cache.verify().ok

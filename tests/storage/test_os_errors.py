@@ -222,7 +222,7 @@ def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
         line.say(f"{cache.num_shards} shards")
         assert publish(cache, content(200, size_bytes=SHARD_BYTES), owner=owner.name) is not None
         with cache.catalogue.reading() as tables:
-            line.say(f"{len(tables.reservations())} reservations")
+            line.say(f"{len(tables.unfinished())} reservations")
 
     for number in range(len(steps_of(template, fast_path, publishes))):
         path = copy_of(template, fast_path)
@@ -260,7 +260,7 @@ def test_a_writer_of_several_shards_gives_back_what_was_reserved_for_each(
             publisher.commit(written, 0, (), Progress())
     assert publish(cache, content(20), owner=owner.name) is not None
     with cache.catalogue.reading() as tables:
-        assert tables.reservations() == []
+        assert tables.unfinished() == []
     owner.release()
     assert_sound(cache)
 
