@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -100,7 +101,7 @@ class SharingProcess:
             return None
         waiting = sum(stop - position for position, _, stop in queue.waiting)
         return SharedPass(
-            planner.row_without_progress,
+            replace(planner.row_without_progress, next_position=queue.next_position),
             tuple(queue.undecided or ()),
             tuple((position, stop) for position, _, stop in queue.open),
             -(-waiting // block_size(planner.plan.length, self._job.num_workers)),

@@ -1,30 +1,18 @@
-"""The cached ranges of a unit, compared with a model that keeps every sample in a set, and in a real cache."""
+"""The cached ranges of a unit, compared with a model that keeps every sample in a set."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream import Cache
-from cachestream.listing.names import Mark, NamesWriter
 from cachestream.schema import Span, span_array, spans_of
-from cachestream.sources.base import stored_names
-from cachestream.sources.files import FileSource
-from cachestream.storage.filling import Assignment
-from cachestream.storage.reservations import Owner
-from cachestream.worker.job import Payload
-from cachestream.worker.listings import Listings
+from cachestream.worker.cached_units import Coverage, merge_spans
 from cachestream.worker.order import END, PassPlan, UnitOrder, gaps, is_covered, is_whole
-from cachestream.worker.passes import next_claim
-from cachestream.worker.sampling.cached_units import Coverage, KnownOrders, merge_spans
-from tests.storage.support import content, publish
 
 UNITS = 6
 SAMPLES = 4  # in each unit; the end of a unit is told by a span up to the next position
@@ -97,52 +85,3 @@ def test_a_unit_whose_parts_lie_in_different_passes_is_whole() -> None:
     one, other = int(first.positions(units)[0]), int(second.positions(units)[0])
     spans = {first: [Span((one, 3), (one + 1, 0))], second: [Span((other, 0), (other, 3))]}
     assert is_whole(Coverage({order: span_array(held) for order, held in spans.items()}).of(units)[0])
-
-
-class Claimant:
-    """A sampling process, as far as it claims units of `folder` and finds out which are cached."""
-
-    def __init__(self, cache: Cache, folder: Path, owner: Owner) -> None:
-        self._cache, self._owner = cache, owner
-        self._source = FileSource(folder).over(Listings(cache.directory).load())
-        self._orders = KnownOrders(Payload(self._source, None, None, None), cache)
-
-    def claim(self) -> Assignment:
-        found = next_claim(self._cache.filling, self._owner.name, 1, stored_names(self._source))
-        assert found is not None
-        return found
-
-    def are_cached(self, assignment: Assignment) -> list[bool]:
-        """For each unit of a claim, True if it is cached."""
-        plan, claim = PassPlan.from_json(assignment.row.plan), assignment.claim
-        units = self._orders.of(plan).units(np.arange(claim.position, claim.stop))
-        return [is_whole(ranges) for (ranges,) in self._orders.cached(assignment.row, plan, units)]
-
-
-def test_a_pass_that_another_process_extends_after_the_claim_hides_nothing_that_is_cached(
-    tmp_path: Path,
-) -> None:
-    """After the loss of a catalogue the shards alone tell what is cached."""
-    (folder := tmp_path / "files").mkdir()
-    names = [f"{number}.bin" for number in range(6)]
-    for name in names:
-        (folder / name).write_bytes(b"x")
-    with Cache(tmp_path / "cache", size_limit="10MB", min_free=0) as cache:
-        listings = Listings(cache.directory)
-        writer = NamesWriter(listings.current, Mark("listing-0", "files"))
-        writer.add(names[:4], is_complete=False)
-        plan = PassPlan("shuffle", 0, 0, 0, "", 0, growing=True)
-        plan = plan.grown(4, listings.load().digest, is_complete=False)
-        fill = {"source": "files", "plan": plan.to_json(), "length": 4, "spans": [[0, 0, 4, 0]]}
-        publish(cache, content(0, 4, fill=fill))
-        os.unlink(cache.catalogue.path)
-        cache.rebuild()
-
-        with Owner(cache.directory, "slow") as one, Owner(cache.directory, "quick") as another:
-            slow, quick = Claimant(cache, folder, one), Claimant(cache, folder, another)
-            claimed = slow.claim()
-            writer.add(names[4:], is_complete=True)
-            writer.close()
-            found = [quick.are_cached(quick.claim()) for _ in range(5)]
-            assert found == [[True]] * 3 + [[False]] * 2, "the rest of the pass, and what was listed since"
-            assert slow.are_cached(claimed) == [True]
