@@ -37,7 +37,7 @@ from cachestream.worker.passes import block_size
 from cachestream.worker.processes import end_soon, exit_code, exit_now, heed_signals
 
 SYNC_S: Final = 0.3
-_OFFERED: Final = 2  # claims ready for each sampling process
+_OFFERED: Final = 2  # blocks of units ready for each sampling process
 _MOST_FAILURES: Final = 5
 _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
