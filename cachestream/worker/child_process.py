@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import BinaryIO, Final
 
 from cachestream.linux import die_with_parent, name_process
 from cachestream.transport.remote_errors import redact_text
@@ -41,18 +41,22 @@ logger = logging.getLogger("cachestream.worker")
 
 
 class Guardian:
-    """A process that outlives a supervisor that is killed, and ends the sessions of its processes."""
+    """A process that outlives a supervisor that is killed, and ends the sessions of its processes.
 
-    def __init__(self) -> None:
+    `answer`: the supervisor's pipe to its caller, whose end tells the caller that the supervisor is gone.
+    """
+
+    def __init__(self, answer: BinaryIO) -> None:
         watched, self._told = os.pipe()
         self._pid = os.fork()
         if not self._pid:
             try:
                 os.close(self._told)
+                answer.close()
                 name_process("cs-guardian")
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
-                detach_from_terminal()  # this also closes the pipes of the supervisor to its caller
+                detach_from_terminal()
                 _guard(watched)
             finally:
                 os._exit(0)

@@ -113,7 +113,7 @@ class Supervisor:
         self.asks_failed_again = False  # after the pass that is open, by one more
         self._system_errors = SystemErrors()
         self._full_logged_s = -math.inf
-        self._housekeeping_at_s = self._sizes_at_s = self._tick_at_s = 0.0
+        self._housekeeping_at_s = self._sizes_at_s = self._tick_at_s = self._next_pass_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
         self._woken, wake = socket.socketpair()
         for end in (self._woken, wake):
@@ -333,7 +333,8 @@ class Supervisor:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._reap_orphans()
             self._housekeep(now_s)
-        if self._samplers.have_ended:
+        if self._samplers.have_ended and now_s >= self._next_pass_at_s:
+            self._next_pass_at_s = now_s + (_HOUSEKEEPING_S if self._resting else 0.0)
             self._requests.record()
             self._next_pass(now_s)
         self._start_due(now_s)
@@ -436,7 +437,7 @@ def main() -> None:
     os.dup2(2, 1)
     answer = os.fdopen(int(sys.argv[1]), "wb")
     os.set_inheritable(answer.fileno(), False)
-    guardian = Guardian()  # first: it must not inherit the files and locks below
+    guardian = Guardian(answer)  # first: it must not inherit the files and locks below
     adopt_orphans()
     gc.disable()  # what is loaded stays
     for module in _PRELOADED:
