@@ -256,3 +256,35 @@ def test_a_pass_grows_by_what_is_listed_and_what_is_cached_of_it_stays_passed_ov
     recorded = cache.filling.state().last_pass
     assert recorded is not None
     assert (recorded.plan, recorded.length) == (planner.plan.to_json(), 6)
+
+
+def test_a_pass_that_grows_past_an_earlier_listing_still_finds_what_is_cached_of_that(
+    cache: Cache, grows: Callable[[], Any]
+) -> None:
+    """The names that came since the last look at what is cached are known, too."""
+    source = grows()
+    names = [f"{number}/a.bin" for number in range(6)]
+    job = WorkerOptions(num_workers=1, order="sequential").job(cache, source)
+    listings = Listings(cache.directory)
+    earlier = NamesWriter(listings.current, Mark("listing-00000000000e", job.fingerprint))
+    earlier.add(names[1:5], is_complete=True)
+    earlier.close()
+    plan = PassPlan("sequential", 0, 0, 4, listings.load().digest, 4)
+    fill = {"source": job.fingerprint, "plan": plan.to_json(), "length": 4, "spans": [[2, 0, 4, 0]]}
+    publish(cache, content(0, 4, fill=fill))
+    os.unlink(cache.catalogue.path)
+    cache.rebuild()
+    begin_or_resume(cache, job, UserOrder(job))
+    writer = NamesWriter(listings.current, Mark("listing-000000000001", job.fingerprint))
+    writer.add(names[:2], is_complete=False)
+    planner = Planner(job, cache, is_shared=False)
+    planner.begin()
+
+    def take() -> list[int]:
+        taken = planner.take(0, 10)
+        return [] if taken is None else [unit.number for unit in taken.units]
+
+    assert take() == [0, 1]
+    writer.add(names[2:], is_complete=True)
+    writer.close()
+    assert take() == [2, 5], "3 and 4 are cached"

@@ -344,7 +344,7 @@ def test_a_supervisor_that_cannot_lock_a_file_as_it_leaves_tries_again() -> None
         raise CacheError("attach.lock: Too many open files")
 
     supervisor: Any = Supervisor.__new__(Supervisor)  # without a job and a cache
-    supervisor._stop, supervisor._system_errors = threading.Event(), SystemErrors()
+    supervisor._is_stopping, supervisor._system_errors = False, SystemErrors()
     supervisor._record, supervisor._job = SimpleNamespace(state="filling"), SimpleNamespace(when_full="evict")
     supervisor._attachments = SimpleNamespace(
         stop_requested=lambda: False, is_needed=lambda: False, attach_lock=attach_lock
