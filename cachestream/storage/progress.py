@@ -255,12 +255,13 @@ class PositionQueue:
     def share(self) -> None:
         """Have the group decide on all positions that no sampling process has."""
         undecided = list(self.undecided or ())
-        undecided += [(position, stop) for position, offset, stop in self.waiting if not offset]
-        self.waiting = [one for one in self.waiting if one[1]]
+        # A unit of which a part is done stays here.
+        undecided += [(position + bool(offset), stop) for position, offset, stop in self.waiting]
+        self.waiting = [(position, offset, position + 1) for position, offset, _ in self.waiting if offset]
         if self.length is not None and self.next_position < self.length:
             undecided.append((self.next_position, self.length))
             self.next_position = self.length
-        self.undecided = _joined(undecided)
+        self.undecided = _joined(one for one in undecided if one[0] < one[1])
 
     def decide(self, make: Iterable[Positions], done: Iterable[Positions]) -> None:
         """Hand out the undecided positions in `make` from now on, and leave out those in `done`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import signal
 import socket
 import sys
 import threading
@@ -180,13 +181,14 @@ def run(end: socket.socket, job: Job, *, is_next: bool) -> int:
     """Be the lister of `job`; does not return."""
     stop = threading.Event()
     heed_signals(stop)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next one goes on after the names that are stored
     name_process("cs-lister")
     if job.growing:
         tracing.join(job.trace, "lister")
 
     def on_message(kind: str, *_: Any) -> None:
         if kind == "stop":
-            exit_now(0)  # the next one goes on after the names that are stored
+            exit_now(0)
 
     code = exit_code(
         lambda: _list(job, SupervisorLink(end, on_message, lambda: end_soon(stop)), is_next=is_next),

@@ -102,7 +102,7 @@ class Planner:
         self.passed_over = self.wants_idle = False
         if self._row is None or owner in self._alone or not (self._queue.has_more or self._grow()):
             return None
-        units, suspects = self._take(owner, most, most)
+        units, suspects = self._take(owner, most + len(self._suspects), most)
         if not units and not suspects and self._queue.has_more:
             units, suspects = self._take(owner, _PASSED_OVER, most)
         if units:
@@ -122,7 +122,7 @@ class Planner:
     def row_without_progress(self) -> PassRow:
         """The current pass, as shards name it."""
         assert self._row is not None
-        return replace(self._row, open=(), undecided=(), suspects=())
+        return replace(self._row, next_position=self._queue.next_position, open=(), undecided=(), suspects=())
 
     def _take_suspect(self, owner: int, positions: Sequence[int]) -> Assignment | None:
         for position in positions:
@@ -191,6 +191,7 @@ class Planner:
         assert self._row is not None
         self.plan, self._row = plan, replace(self._row, plan=plan.to_json(), length=plan.length)
         self._queue.length = plan.length
+        self.orders.look_again()  # by the names that have come
 
     def follow_pass(self, ordinal: int) -> None:
         """Make the pass another one over the same units; nothing of it may be done."""

@@ -70,6 +70,7 @@ class Requests:
         self._space_at_s, self._pause_s, self._leases_ns = 0.0, _SPACE_WAITS_S[0], 0
         self._reserved: dict[int, dict[int, Reserved]] = {}
         self._status_at_s = self._recorded_s = 0.0
+        self._is_closed = False
         self.begin()
 
     def begin(self) -> None:
@@ -80,6 +81,10 @@ class Requests:
         self.schema: Schema | None = cache.schema
         self.status = self._read_status()
         self._planner.begin()
+
+    def close(self) -> None:
+        """Hand out nothing any more: the processes are to end."""
+        self._is_closed = True
 
     def release(self) -> None:
         """Cancel what is reserved: all processes have ended."""
@@ -273,7 +278,7 @@ class Requests:
 
     def _give_units(self) -> bool:
         planner, has_passed_over = self._planner, False
-        if self.status.has_samples and self._must_wait():
+        if self._is_closed or (self.status.has_samples and self._must_wait()):
             return False
         for process, wanted in list(self._wanting.items()):
             channel = self._channels.get(process)

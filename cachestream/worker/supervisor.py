@@ -401,7 +401,16 @@ class Supervisor:
             state.snapshots,
         )
 
+    def abandon(self) -> None:
+        """End all processes: nobody waits for what they do."""
+        self._requests.close()
+        for process in self._processes:
+            process.end()
+        self._requests.release()
+        self._cache.close()
+
     def _end(self) -> None:
+        self._requests.close()
         self._lister.stop()
         processes = self._processes
         for process in processes:
@@ -419,8 +428,8 @@ class Supervisor:
         self._forks.ended.wait(_END_CHECKS)
         self._attachments.clear_requests()
         try:
-            self._requests.record()
             self._requests.release()
+            self._requests.record()
             self._cache.recover()  # removes unfinished shards of processes that were killed
             self._housekeep(time.monotonic())
         except (CacheFullError, CatalogueReplacedError):
@@ -508,8 +517,9 @@ def _begin(guardian: Guardian, answer: BinaryIO) -> Supervisor | None:
     try:
         with answer:
             write_frame(answer, "ready")
-    except BrokenPipeError:
-        return None  # the caller has died
+    except BrokenPipeError:  # the caller has died
+        supervisor.abandon()
+        return None
     logger.info("started, %d left-over files removed", removed)
     detach_from_terminal()
     return supervisor

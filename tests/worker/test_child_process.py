@@ -18,7 +18,7 @@ from cachestream.worker.child_process import ChildProcess, Forks, Guardian
 
 logging.getLogger("cachestream.worker").addHandler(logging.NullHandler())
 secret = os.open("/dev/null", os.O_RDONLY)
-forks = Forks(Guardian(), lambda: os.close(secret))
+forks = Forks(Guardian(open(os.devnull, "wb")), lambda: os.close(secret))
 
 def loop(process, seconds=60.0):
     "The messages of a process until its end, and its exit code."

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -101,7 +100,7 @@ class SharingProcess:
             return None
         waiting = sum(stop - position for position, _, stop in queue.waiting)
         return SharedPass(
-            replace(planner.row_without_progress, next_position=queue.next_position),
+            planner.row_without_progress,
             tuple(queue.undecided or ()),
             tuple((position, stop) for position, _, stop in queue.open),
             -(-waiting // block_size(planner.plan.length, self._job.num_workers)),

@@ -292,6 +292,7 @@ class Fetcher:
                     self._busy += 1
                     unit_read = self._todo.popleft()
                     unit_read.heard_s = time.monotonic()
+                    self._arrived.notify()  # from now on its silence counts
                     return unit_read
                 else:
                     self._units.wait()
