@@ -1,16 +1,14 @@
-"""Segments, the parts of an epoch that are prepared ahead, and the requests for them.
+"""Positions in training, and segments, the parts of an epoch that are prepared ahead.
 
 An epoch is a chain of segments, each a pass over one snapshot: one segment, unless `epoch_size` asks for more
 samples than are cached; then further passes follow over new snapshots, until the epoch is full. The state of
-training after any batch is the request for the rest.
+training after any batch is the position of the rest, and a segment is prepared from a position alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +17,7 @@ from cachestream.training.plan import OrderRecord, rebuild
 
 if TYPE_CHECKING:
     from cachestream.schema import Snapshot
-    from cachestream.training.batches.mapped_shards import EpochMaps, SampleLocations
+    from cachestream.training.batches.mapped_shards import EpochMaps
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.mixture import SegmentSources
     from cachestream.training.plan import Plan, SampleOrder
@@ -30,17 +28,14 @@ _TOGETHER_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """A request for segment `index` of `epoch`, after `done` batches of it, for which all ranks together drew
-    `drawn` samples.
+class Position:
+    """Segment `index` of `epoch`, after `done` batches of it, for which all ranks together drew `drawn` samples.
 
-    `total`: the number of batches in the epoch, None until its first segment is agreed. `generation`: the
-    number of jumps (set_epoch, load_state_dict) so far; a jump makes earlier segments stale. `records`: the
+    `total`: the number of batches in the epoch, None until its first segment is agreed. `records`: the
     segment to resume, from a checkpoint, for each cache by its id. `first_step`: the number of batches in all
     epochs before.
     """
 
-    generation: int
     epoch: int
     index: int = 0
     done: int = 0
@@ -50,7 +45,7 @@ class Request:
     first_step: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """The request as the `state_dict` of a loader.
+        """The position as the `state_dict` of a loader.
 
         The records are JSON text: torch.distributed.checkpoint flattens nested values and then expects the
         same keys in a new loader's state, which has no records yet.
@@ -71,8 +66,8 @@ class Request:
         return state
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Request:
-        """The request of a state; raises ConfigError for a value that `to_state` did not return."""
+    def from_state(cls, state: dict[str, Any]) -> Position:
+        """The position of a state; raises ConfigError for a value that `to_state` did not return."""
         try:
             if state["version"] != _VERSION:
                 raise ConfigError(
@@ -88,13 +83,13 @@ class Request:
                         f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from is missing; "
                         "pass all that state_dict() gave"
                     )
-                return cls(0, epoch, first_step=first_step)
+                return cls(epoch, first_step=first_step)
             values = json.loads(segment)
             records = {
                 str(cache_id): OrderRecord.from_state(record) for cache_id, record in values["caches"].items()
             }
             drawn = int(values["drawn_by_all"])
-            return cls(0, epoch, int(values["index"]), done, drawn, None, records, first_step)
+            return cls(epoch, int(values["index"]), done, drawn, None, records, first_step)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -108,13 +103,13 @@ class Segment:
     """A prepared pass, with everything that this rank needs to gather its batches.
 
     `rank`: the number of this rank among the `plan.ranks` that share the order. `total`: the number of
-    batches in the epoch. `missing`: the number of samples that a checkpoint names and the cache no longer
-    has. `caches`: the records of the job's caches by id, each with the number of its ranks; empty if all
-    ranks share one. `locations`: those of the samples, in blocks. `transform_key`: seeds the generators of
-    `batch_transform`. `sources`: those of a mixture.
+    batches in the epoch. `is_resumed`: it goes on with an order that was drawn before. `missing`: the number of samples that a checkpoint names and the cache no longer
+    has, or the job no cache for. `caches`: the records of the job's caches by id, each with the number of its
+    ranks; empty if all ranks share one. `transform_key`: seeds the generators of `batch_transform`. `sources`:
+    those of a mixture.
     """
 
-    request: Request
+    position: Position
     dataset: EpochDataset
     maps: EpochMaps
     order: SampleOrder
@@ -123,20 +118,20 @@ class Segment:
     total: int
     record: OrderRecord
     missing: int = 0
+    is_resumed: bool = False
     caches: dict[str, tuple[OrderRecord, int]] = field(default_factory=dict)
-    locations: Iterable[SampleLocations] = ()
     transform_key: int = 0
     sources: SegmentSources | None = None
 
     @property
     def last(self) -> bool:
         """True if the epoch ends with this segment."""
-        return self.request.done + self.plan.num_batches >= self.total
+        return self.position.done + self.plan.num_batches >= self.total
 
     @property
     def end_step(self) -> int:
         """The number of batches up to the end of the epoch."""
-        return self.request.first_step + self.total
+        return self.position.first_step + self.total
 
     @property
     def snapshot(self) -> Snapshot:
@@ -161,102 +156,39 @@ class Segment:
 
     def drawn_after(self, batches: int) -> int:
         """The samples that all ranks of the job have drawn after `batches` batches of this segment."""
-        return self.request.drawn + self.plan.position(batches) * self.num_ranks // self.plan.ranks
+        return self.position.drawn + self.plan.position(batches) * self.num_ranks // self.plan.ranks
 
-    def next_request(self) -> Request:
-        """The request for the epoch's next segment, or the next epoch."""
-        request = self.request
+    def next_position(self) -> Position:
+        """The position of the epoch's next segment, or of the next epoch."""
+        position = self.position
         if self.last:
-            return Request(request.generation, request.epoch + 1, first_step=self.end_step)
-        return Request(
-            request.generation,
-            request.epoch,
-            request.index + 1,
-            request.done + self.plan.num_batches,
-            self.drawn_after(self.plan.num_batches),
-            self.total,
-            first_step=request.first_step,
+            return Position(position.epoch + 1, first_step=self.end_step)
+        return replace(
+            position,
+            index=position.index + 1,
+            done=position.done + self.plan.num_batches,
+            drawn=self.drawn_after(self.plan.num_batches),
+            total=self.total,
+            records=None,
         )
 
     def share_drawn(self, batches: int) -> float:
         """The share of the snapshot in the first `batches` batches of all ranks."""
         return self.plan.position(batches) / max(1, self.snapshot.num_samples)
 
-    def rest_after(self, done: int) -> Request:
-        """The request for the rest of the epoch after `done` batches, the last of them from this segment."""
-        batches, request = done - self.request.done, self.request
+    def position_after(self, done: int) -> Position:
+        """The position after `done` batches of the epoch, the last of them from this segment."""
+        batches, position = done - self.position.done, self.position
         if done >= self.total:
-            return Request(0, request.epoch + 1, first_step=self.end_step)
+            return Position(position.epoch + 1, first_step=self.end_step)
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
         for cache_id, (record, ranks) in self.caches.items():
             bounds = None if record.bounds is None else rebuild(record)[1]  # of that cache's own batches
             plan = replace(self.plan, num_samples=record.drawn, ranks=ranks, bounds=bounds)
             left.setdefault(cache_id, record.cut(plan.position(batches)))
         drawn = self.drawn_after(batches)
-        return Request(0, request.epoch, request.index, done, drawn, None, left, request.first_step)
+        return replace(position, done=done, drawn=drawn, total=None, records=left)
 
     def close(self) -> None:
         """Release the lease on the shards; maps in use by a gather stay until it ends."""
         self.dataset.close()
-
-
-class SegmentChain:
-    """The segments from the trainer's to the next one to prepare. Not thread-safe.
-
-    `next` requests the segment that follows all prepared ones. A request is stale once its generation or its
-    epoch is past; `failure` is the error of one that is not. `open` are the segments that hold a lease,
-    oldest first; `retired` are those that the trainer is done with, which are to be closed.
-    """
-
-    def __init__(self) -> None:
-        self.next = Request(0, 0)
-        self.prepared: deque[Segment] = deque()
-        self.open: list[Segment] = []
-        self.retired: deque[Segment] = deque()
-        self.failure: tuple[Request, BaseException] | None = None
-        self.generation = 0
-        self.trained_epoch = -1
-
-    def begin(self, epoch: int, request: Request | None) -> None:
-        """Move on to `epoch`, and with `request` to a new generation that begins with it."""
-        if request is not None:
-            # A new generation renames the rounds in which ranks agree, so that a failed one can be repeated.
-            self.generation += 1
-            self.next = replace(request, generation=self.generation)
-            self.failure = None
-        elif self.next.epoch < epoch:
-            end_step = self.next.first_step + (self.next.total or 0)
-            self.next = Request(self.generation, epoch, first_step=end_step)
-        self.trained_epoch = epoch
-        self.prepared = deque(s for s in self.prepared if not self.is_stale(s.request))
-        if self.failure is not None and self.is_stale(self.failure[0]):
-            self.failure = None
-        self.retire(lambda segment: self.is_stale(segment.request))
-
-    def add(self, segment: Segment) -> None:
-        self.prepared.append(segment)
-        self.open.append(segment)
-        self.next = segment.next_request()
-
-    def current(self, epoch: int) -> Segment | None:
-        """The oldest segment of `epoch` that is still open."""
-        return next((segment for segment in self.open if segment.request.epoch == epoch), None)
-
-    def is_stale(self, request: Request) -> bool:
-        return request.generation != self.generation or request.epoch < self.trained_epoch
-
-    def retire(self, done: Callable[[Segment], bool]) -> None:
-        self.retired += [segment for segment in self.open if done(segment)]
-        self.open = [segment for segment in self.open if not done(segment)]
-
-    def retire_before(self, segment: Segment) -> None:
-        """Retire the segments before `segment`, if that is open."""
-        before = self.open[: self.open.index(segment)] if segment in self.open else []
-        self.retire(lambda other: other in before)
-
-    def close_retired(self) -> None:
-        """Release the leases of the retired segments. The next call completes one that was interrupted."""
-        for segment in tuple(self.retired):
-            segment.close()
-            with suppress(ValueError):  # another thread has closed it, too
-                self.retired.remove(segment)
