@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cachestream.errors import CacheError
 from cachestream.permutation import mix_key
 from cachestream.storage.snapshots import weigh_shards
-from cachestream.training.plan import count_batches, run_length
+from cachestream.training.plan import Listed, count_batches, run_length
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 from cachestream.training.samplers import (
     Selection,
@@ -101,7 +101,9 @@ class Draw:
 
 
 def _listed(record: OrderRecord, indices: IntArray, bounds: IntArray | None = None) -> OrderRecord:
-    return replace(record, kind="listed", drawn=len(indices), listed=indices, bounds=bounds)
+    listed = Listed(indices)
+    _ = listed.text  # made here, in the background: a state in mid-epoch refers to it
+    return replace(record, kind="listed", drawn=len(indices), listed=listed, bounds=bounds)
 
 
 class WeightedDraw(Draw):

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from cachestream.training.mixture import SegmentSources
     from cachestream.training.plan import Plan, SampleOrder
 
-_VERSION: Final = 3  # of states
+_VERSION: Final = 4  # of states
+_READ: Final = (3, _VERSION)
+_BETWEEN: Final = ";"  # two orders
 _MOST_TOGETHER: Final = 16
 _TOGETHER_BYTES: Final = 4 << 20
 
@@ -55,6 +57,7 @@ class Position:
             "epoch": self.epoch,
             "batch": self.done,
             "segment": None,
+            "orders": None,
         }
         if self.records is not None:
             values = {
@@ -62,6 +65,13 @@ class Position:
                 "drawn_by_all": self.drawn,
                 "caches": {cache_id: record.to_state() for cache_id, record in self.records.items()},
             }
+            # Beside the JSON and not in it: a long order is not copied, let alone encoded, for each state.
+            listed = [record for record in values["caches"].values() if "listed" in record]
+            if listed:
+                texts = [record["listed"] for record in listed]
+                state["orders"] = texts[0] if len(texts) == 1 else _BETWEEN.join(texts)
+                for number, record in enumerate(listed):
+                    record["listed"] = number
             state["segment"] = json.dumps(values, separators=(",", ":"))
         return state
 
@@ -69,15 +79,17 @@ class Position:
     def from_state(cls, state: dict[str, Any]) -> Position:
         """The position of a state; raises ConfigError for a value that `to_state` did not return."""
         try:
-            if state["version"] != _VERSION:
+            if state["version"] not in _READ:
                 raise ConfigError(
-                    f"this state has version {state['version']}, and this cachestream reads {_VERSION}"
+                    f"this state has version {state['version']}, and this cachestream reads {_READ[0]} to {_VERSION}"
                 )
             epoch, done, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
             first_step = int(state.get("first_step", 0))
             if epoch < 0 or done < 0 or first_step < 0:
                 raise ValueError(f"epoch {epoch}, batch {done}")
             if segment is None:
+                if state["version"] == _VERSION and state["orders"] is not None:
+                    raise ValueError("orders of no segment")
                 if done:
                     raise ConfigError(
                         f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from is missing; "
@@ -85,6 +97,13 @@ class Position:
                     )
                 return cls(epoch, first_step=first_step)
             values = json.loads(segment)
+            orders = None if state["version"] < _VERSION else state["orders"]
+            texts = [] if orders is None else orders.split(_BETWEEN)
+            named = [record for record in values["caches"].values() if isinstance(record.get("listed"), int)]
+            if len(named) != len(texts):
+                raise ValueError(f"{len(texts)} orders for {len(named)} caches")
+            for record in named:
+                record["listed"] = texts[record["listed"]]
             records = {
                 str(cache_id): OrderRecord.from_state(record) for cache_id, record in values["caches"].items()
             }

@@ -393,7 +393,7 @@ class Preparer:
         ranks, plan, position = self.ranks, segment.plan, segment.position
         mine: Payload = {"batches": plan.num_batches, "total": segment.total}
         if segment.record.listed is not None and plan.ranks > 1:
-            mine["order"] = xxhash.xxh3_64_hexdigest(segment.record.listed.tobytes())
+            mine["order"] = xxhash.xxh3_64_hexdigest(segment.record.listed.values.tobytes())
         if ranks.leads and len(ranks.group) < ranks.size:
             mine["record"] = segment.record.to_state()
             mine["cache"], mine["ranks"] = self._cache.cache_id, len(ranks.group)

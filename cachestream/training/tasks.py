@@ -29,14 +29,13 @@ from cachestream.errors import CacheError, CorruptShardError, EpochError
 from cachestream.permutation import mix_key
 from cachestream.training.batches import memory
 from cachestream.training.batches.gather import Columns, Gatherer, to_container
-from cachestream.training.batches.mapped_shards import SampleLocations, find_locations
+from cachestream.training.batches.mapped_shards import ChangedShardError, SampleLocations, find_locations
 from cachestream.training.batches.memory import outside_inference
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.threads import Flag, Threads
 
 if TYPE_CHECKING:
-    from cachestream.schema import IntArray
     from cachestream.training.batches._gather import Queue
     from cachestream.training.batches.transfer import BatchTransform, Transfer
     from cachestream.training.loader_options import LoaderOptions
@@ -329,31 +328,37 @@ class SegmentReader:
 
     def _read(self, part: SampleLocations) -> tuple[list[Columns], list[int], list[int]]:
         """The fields of the batches of `part`, and for each its size, and the samples left out."""
-        shards, rows, bounds, skipped = part.shards, part.rows, part.bounds, [0] * len(part)
         if not self._maps.all_mapped:
-            self._open(shards)
+            for position, error in self._maps.open(part.shards[~self._damaged[part.shards]]):
+                self._leave_out(position, error)
+        for batch in range(part.first, part.first + len(part)):
+            if batch % self._ahead.every == 0:
+                self._ahead.reach(batch)
+        while True:
+            shards, rows, bounds, skipped = part.shards, part.rows, part.bounds, [0] * len(part)
             sound = ~self._damaged[shards]
             if not sound.all():
                 shards, rows = shards[sound], rows[sound]
                 bounds = np.concatenate([[0], np.cumsum(sound)])[bounds]  # among the sound samples
                 skipped = (np.diff(part.bounds) - np.diff(bounds)).tolist()
-        for batch in range(part.first, part.first + len(part)):
-            if batch % self._ahead.every == 0:
-                self._ahead.reach(batch)
-        ends = bounds.tolist()
-        columns, copy = self._gatherer.begin(shards, rows, ends)
-        copy()
-        return columns, [stop - start for start, stop in pairwise(ends)], skipped
-
-    def _open(self, shards: IntArray) -> None:
-        for position, error in self._maps.open(shards[~self._damaged[shards]]):
-            self._damaged[position] = True
-            if not self.is_open:
-                raise Cancelled  # the lease has ended, so the shard may have been evicted
+            ends = bounds.tolist()
             try:
-                self._gathering.quarantine(int(self.segment.snapshot.shard_ids[position]), str(error))
-            except CacheError as failure:  # a disk that fails does not read the catalogue either
-                logger.warning("%s; its samples are skipped, and it stays in the cache (%s)", error, failure)
+                columns, copy = self._gatherer.begin(shards, rows, ends)
+            except ChangedShardError as error:
+                self._leave_out(error.position, error)
+                continue
+            copy()
+            return columns, [stop - start for start, stop in pairwise(ends)], skipped
+
+    def _leave_out(self, position: int, error: CorruptShardError) -> None:
+        """Leave the samples of a damaged shard out of all batches, and put it aside."""
+        self._damaged[position] = True
+        if not self.is_open:
+            raise Cancelled  # the lease has ended, so the shard may have been evicted
+        try:
+            self._gathering.quarantine(int(self.segment.snapshot.shard_ids[position]), str(error))
+        except CacheError as failure:  # a disk that fails does not read the catalogue either
+            logger.warning("%s; its samples are skipped, and it stays in the cache (%s)", error, failure)
 
     def _transform_of(self, number: int) -> Callable[[Any], Any] | None:
         """The transform for batch `number` of the epoch, seeded by it: the same after a resume."""

@@ -139,6 +139,8 @@ class _Values:
         self.addresses, self.lengths, varying = column.spans(shards, rows)
         is_tensor = column.field.kind == "tensor"
         self.shapes = column.shapes_of(shards, rows, varying) if is_tensor else self.lengths[:, None]
+        if is_tensor and len(varying):
+            column.check_shapes(self.shapes, self.lengths, shards)
         self._pool = pool
 
     def gather(self) -> tuple[Bytes, list[int], list[int]]:

@@ -11,12 +11,13 @@ import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from cachestream.linux import ask_for_all, count_cached
-from cachestream.training.batches.mapped_shards import find_locations
+from cachestream.training.batches.mapped_shards import ChangedShardError, find_locations
 from cachestream.training.plan import LocalOrder, TailOrder
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ class ReadAhead:
             return  # the thread that is in here looks as far ahead
         try:
             if self._missing.may_miss_pages():
-                self._reach(batch)
+                with suppress(ChangedShardError):  # whoever gathers its samples raises it
+                    self._reach(batch)
         finally:
             self._reaching.release()
 

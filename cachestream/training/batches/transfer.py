@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from enum import Enum
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from cachestream.training.batches.memory import BufferPool
 BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
 _WITHOUT_TENSORS: Final = (
-    *(str, bytes, bytearray, int, float, complex, type(None), range, type, Enum, FunctionType),
+    *(str, bytes, bytearray, int, float, complex, type(None), range, type, Enum, FunctionType, ModuleType),
     *(np.ndarray, np.generic, torch.dtype, torch.device, torch.Size, torch.Generator),
 )
 # torch.accelerator has all that is used here from torch 2.8 on. Before, torch.cuda has the same functions.
@@ -158,8 +158,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in `value`: in mappings, sequences and sets, in the fields of dataclasses and other
     objects, and in what is registered with torch's pytree.
 
-    Raises ConfigError for an object that cannot be looked into: its tensors might be overwritten by the next
-    copy while they are used.
+    Raises ConfigError for an iterator, which cannot be looked into: its tensors might be overwritten by the
+    next copy while they are used.
     """
     pending, seen = [value], set[int]()
     while pending:
@@ -179,23 +179,19 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, Sequence | AbstractSet | deque):
         return value
-    if hasattr(value, "__dict__") or hasattr(value, "__slots__"):
-        slots = (name for kind in type(value).__mro__ for name in _names_of_slots(kind))
-        return (
-            [*vars(value).values()]
-            if hasattr(value, "__dict__")
-            else [getattr(value, name, None) for name in slots]
-        )
-    leaves = tree_leaves(value)
-    if len(leaves) == 1 and leaves[0] is value:
+    if isinstance(value, Iterator):
         raise ConfigError(
             f"batch_transform returned a {type(value).__qualname__}, whose tensors cannot be found: return tensors in a dict, "
             "a list, a tuple or a dataclass, or register the class with torch.utils._pytree"
         )
-    return leaves
+    leaves = tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
-def _names_of_slots(kind: type) -> Sequence[str]:
+def _slots_of(kind: type) -> Sequence[str]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
