@@ -60,7 +60,7 @@ class Position:
             "orders": None,
         }
         if self.records is not None:
-            values = {
+            values: dict[str, Any] = {
                 "index": self.index,
                 "drawn_by_all": self.drawn,
                 "caches": {cache_id: record.to_state() for cache_id, record in self.records.items()},

@@ -94,8 +94,12 @@ def test_a_flag_is_set_once_and_for_all() -> None:
 def test_threads_do_what_they_were_given_and_end() -> None:
     together, threads = threading.Barrier(2, timeout=60), Threads()
     threads.most = 2
+
+    def meet() -> None:
+        together.wait()  # neither goes on alone
+
     for _ in range(8):
-        threads.submit(lambda: together.wait() and None)  # neither goes on alone
+        threads.submit(meet)
     threads.stop()
     assert threads.join(60)
 

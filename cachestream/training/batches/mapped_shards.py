@@ -183,7 +183,7 @@ class EpochMaps:
         self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
         self.lengths: dict[str, ShardValues] = {} if previous is None else previous.lengths
         # Of all epochs: a trainer may ask while the next epoch is prepared.
-        self._measuring = threading.Lock() if previous is None else previous._measuring
+        self._measuring: threading.Lock = threading.Lock() if previous is None else previous._measuring
         self._rows = self._rows_of_split()
         fields = (*snapshot.schema.fields, KEYS)
         self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}

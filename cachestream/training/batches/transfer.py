@@ -166,7 +166,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         part = pending.pop()
         if isinstance(part, torch.Tensor):
             if part.is_nested:
-                pending += [part.values(), part.offsets()]  # type: ignore[no-untyped-call]
+                pending += [part.values(), part.offsets()]  # type: ignore[attr-defined]
             else:
                 yield part
         elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:
