@@ -62,9 +62,9 @@ class EpochLoader:
         device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda",
             "xpu", "mps"; with pinned buffers and a stream of its own, where it has them). Other ones than
             CUDA need torch 2.8.
-        sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`. In a
-            single process, functions and samplers of your own run in the trainer's thread, once an epoch, with
-            the global generators seeded and restored; torch's own run in the background.
+        sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
+            Functions and samplers of your own run in the trainer's thread, once an epoch, with the global
+            generators seeded and restored; torch's own run in the background.
         batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up
             to two threads at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch,
             rank): the same draws in every run and after a resume, and none from the trainer's own generators.
