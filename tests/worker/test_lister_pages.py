@@ -114,8 +114,8 @@ def test_samples_are_cached_while_the_listing_still_runs_and_the_next_pass_is_ov
         cache.wait(FIRST + READ, DEADLINE_S)
         assert listed(cache) == FIRST + READ
         for pid in lister_pids(processes):
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: "the lister ended with code -9" in log_of(cache), "it counts as dead")
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: "the lister ended with code -15" in log_of(cache), "it counts as dead")
         remote.proxy.lists_allowed = None
         assert worker.wait(DEADLINE_S), "another one goes on"
         assert cache.status().pass_done == 1.0

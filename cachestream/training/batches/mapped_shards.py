@@ -44,6 +44,14 @@ class Spans(NamedTuple):
     varying: IntArray
 
 
+class ChangedShardError(CorruptShardError):
+    """The shard at `position` of the snapshot was sound when it was mapped, and its file has changed since."""
+
+    def __init__(self, message: str, position: int = -1) -> None:
+        super().__init__(message)
+        self.position = position
+
+
 class FieldAddresses:
     """The addresses of one field's values in each shard, in the rows of a table, int64 `[…, num_shards]`; 0
     where the shard is not mapped.
@@ -118,6 +126,9 @@ class FieldAddresses:
             else:
                 begins = read_numbers(table, 1)[:, 0] * self.item_bytes
                 ends = read_numbers(table + counts[varying] * 8, 1)[:, 0] * self.item_bytes
+            # The file may have changed since it was verified: what is read there now becomes an address.
+            if len(wrong := np.flatnonzero((begins < 0) | (ends < begins) | (ends > self.sizes[shards]))):
+                raise self._changed(int(shards[wrong[0]]))
             addresses[varying] = self.base[shards] + begins
             lengths[varying] = ends - begins
         return Spans(addresses, lengths, varying)
@@ -129,6 +140,19 @@ class FieldAddresses:
             tables, ndim = self.shapes[shards[varying]], self.field.ndim
             shapes[varying] = read_numbers(tables + rows[varying] * (8 * ndim), ndim)
         return shapes
+
+    def check_shapes(self, shapes: IntArray, lengths: IntArray, shards: IntArray) -> None:
+        """Raise ChangedShardError unless values of `shapes` have `lengths` bytes, for samples of `shards`."""
+        wrong = (shapes < 0).any(axis=1) | (shapes.prod(axis=1) * self.field.numpy_dtype.itemsize != lengths)
+        if wrong.any():
+            raise self._changed(int(shards[np.flatnonzero(wrong)[0]]))
+
+    def _changed(self, position: int) -> ChangedShardError:
+        return ChangedShardError(
+            f"shard {position + 1} of the epoch has changed on the disk since it was verified (the offsets of "
+            f"{self.field.name!r}); run 'cachestream verify CACHE --repair'",
+            position,
+        )
 
 
 class EpochMaps:
@@ -158,6 +182,8 @@ class EpochMaps:
             self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
         self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
         self.lengths: dict[str, ShardValues] = {} if previous is None else previous.lengths
+        # Of all epochs: a trainer may ask while the next epoch is prepared.
+        self._measuring: threading.Lock = threading.Lock() if previous is None else previous._measuring
         self._rows = self._rows_of_split()
         fields = (*snapshot.schema.fields, KEYS)
         self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}
@@ -201,14 +227,15 @@ class EpochMaps:
 
     def lengths_of(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
         """The length of `name` in each sample of the snapshot, int64 `[num_samples]`, and the damaged shards
-        (position, error), whose samples have 0. Used by one thread.
+        (position, error), whose samples have 0.
         """
-        if name not in self.lengths:
-            self.lengths[name] = ShardValues(
-                lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
-            )
-        values = self.lengths[name]
-        return values.of(self.snapshot).astype(np.int64), values.damaged
+        with self._measuring:
+            if name not in self.lengths:
+                self.lengths[name] = ShardValues(
+                    lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
+                )
+            values = self.lengths[name]
+            return values.of(self.snapshot).astype(np.int64), values.damaged
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
@@ -251,8 +278,8 @@ class EpochMaps:
         return damaged
 
     def after_fork(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may have held it."""
-        self._lock = threading.Lock()
+        """Replace the locks in a forked child: a thread of the parent may have held them."""
+        self._lock, self._measuring = threading.Lock(), threading.Lock()
 
     def _map(self, shard_id: int) -> MappedShard:
         shard = MappedShard(shard_path(self.snapshot.root, shard_id))

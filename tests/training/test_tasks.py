@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from cachestream import Cache, EpochError, EpochLoader, collate
-from cachestream.training import pipeline as pipeline_module
+from cachestream.training import loader as loader_module
+from cachestream.training import tasks, window
 from cachestream.training.batches import memory
-from cachestream.training.batches import prefetcher as prefetcher_module
-from cachestream.training.batches.prefetcher import BatchGroup, Prefetcher
 from cachestream.training.batches.transfer import (
     BatchTransform,
     Staged,
@@ -29,7 +28,6 @@ from cachestream.training.batches.transfer import (
     make_transfer,
     map_tensors,
 )
-from cachestream.training.schedule import Schedule
 from tests.support.caches import add_shard, numbered, numbers
 from tests.support.same import same
 from tests.training.conftest import NewCache
@@ -76,7 +74,7 @@ def moved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     is_moved: bool = request.param == "moved"
     if is_moved:
         monkeypatch.setattr(Elsewhere, "sent", 0)
-        monkeypatch.setattr(pipeline_module, "make_transfer", lambda _, keep: Elsewhere(keep))
+        monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
     return is_moved
 
 
@@ -99,7 +97,7 @@ def test_the_batches_are_those_that_torch_gathers(
         ours = [list(loader) for _ in range(3)]
     assert bool(Elsewhere.sent) == moved
     monkeypatch.setattr(memory, "in_c", None)
-    monkeypatch.setattr(pipeline_module, "make_transfer", make_transfer)
+    monkeypatch.setattr(loader_module, "make_transfer", make_transfer)
     with EpochLoader(cache, 4, seed=3, **options) as loader:
         theirs = [list(loader) for _ in range(3)]
     for mine, others in zip(ours, theirs, strict=True):
@@ -121,21 +119,6 @@ def test_the_samples_of_a_dataset_are_those_that_torch_gathers(
     ours = ask()
     monkeypatch.setattr(memory, "in_c", None)
     assert all(map(same, ours, ask()))
-
-
-@pytest.mark.e2e
-def test_a_whole_epoch_comes_as_one_group(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    put = Schedule.put
-
-    def count(schedule: Schedule, group: BatchGroup) -> bool:
-        sizes.append(len(group))
-        return put(schedule, group)
-
-    monkeypatch.setattr(Schedule, "put", count)
-    with EpochLoader(new_cache(10, 100), 2) as loader:
-        assert sorted(numbers(loader)) == list(range(1000))
-    assert 500 in sizes
 
 
 @pytest.mark.usefixtures("moved")
@@ -168,17 +151,16 @@ def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
     cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Elsewhere, "sent", 0)
-    monkeypatch.setattr(pipeline_module, "make_transfer", lambda _, keep: Elsewhere(keep))
+    monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
     cache = cache_of([SAMPLES["a large one"](i % 61) for i in range(600)], [600])
     with EpochLoader(cache, 32, prefetch=4) as loader:
-        prefetcher, ahead = loader._pipeline._producer.prefetcher, []
-        assert prefetcher is not None
+        gathering, ahead = loader._background.gathering, []
         for taken, _ in enumerate(loader, 1):
             ahead.append(Elsewhere.sent - taken)
             if (
-                prefetcher._held and prefetcher._queue is not None
+                gathering._held and gathering._queue is not None
             ):  # it computes until all that is asked for is there
-                assert prefetcher._queue.wait(prefetcher._held[-1][0], 60.0)
+                assert gathering._queue.wait(gathering._held[-1][0], 60.0)
     assert min(ahead[2:-4]) >= 1
     assert max(ahead) <= 4
 
@@ -209,7 +191,7 @@ def test_an_interrupt_at_any_line_while_a_batch_is_looked_at_costs_none_and_repe
 ) -> None:
     """`peek` hands over and submits as `next` does, and the epoch goes on after it."""
     monkeypatch.setattr(Elsewhere, "wipes", False)  # what was interrupted is sent once more
-    files, lines, left = (prefetcher_module.__file__, memory.__file__), 0, 0
+    files, lines, left = (tasks.__file__, window.__file__, memory.__file__), 0, 0
 
     def place(frame: FrameType) -> tuple[str, int]:
         return frame.f_code.co_filename, frame.f_lineno
@@ -287,26 +269,28 @@ def test_many_loaders_end_and_leave_no_thread(new_cache: NewCache) -> None:
 
 
 @pytest.mark.e2e
-def test_what_a_closed_feed_still_writes_to_is_let_go_once_it_is_written() -> None:
+def test_what_a_closed_queue_still_writes_to_is_let_go_once_it_is_written(new_cache: NewCache) -> None:
     block, place = np.ones(1 << 20, np.uint8), np.zeros(1, np.int64)
     base, out, copies = np.array([block.ctypes.data], np.int64), np.zeros(1 << 20, np.uint8), 1000
     assert memory.in_c is not None
-    prefetcher, queue = Prefetcher(4, Transfer(4)), memory.in_c.Queue(1)
+    queue = memory.in_c.Queue(1)
     sources = (base.ctypes.data, block.nbytes) * copies
     queue.submit(place.ctypes.data, place.ctypes.data, 1, sources, (out.ctypes.data,) * copies, False)
-    prefetcher._queue, held = queue, Transfer(4)
-    prefetcher._held.append((1, held))
-    wait_until(lambda: out[-1], "it is being written to")
-    gone = weakref.ref(held)
-    del held
-    prefetcher.close(0.0)
-    assert gone() is not None
+    with EpochLoader(new_cache(1, 8), 4) as loader, EpochLoader(loader.cache, 4) as other:
+        gathering, held = loader._background.gathering, Transfer(4)
+        gathering._queue = queue
+        gathering._held.append((1, held))
+        wait_until(lambda: out[-1], "it is being written to")
+        gone = weakref.ref(held)
+        del held
+        gathering.close(0.0)
+        assert gone() is not None
 
-    def is_gone() -> bool:
-        Prefetcher(4, Transfer(4)).close(0.0)
-        return gone() is None
+        def is_gone() -> bool:
+            other._background.gathering.close(0.0)
+            return gone() is None
 
-    wait_until(is_gone, "another loader that is closed lets it go")
+        wait_until(is_gone, "another loader that is closed lets it go")
 
 
 @pytest.mark.e2e
