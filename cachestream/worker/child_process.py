@@ -43,7 +43,7 @@ _LEAST_PATIENCE_S: Final = 5.0  # a process that shows life does so every half a
 _PRELOADED: Final = (
     "cachestream.worker.sampling.sampler",
     "cachestream.worker.lister",
-    "cachestream.sources.files",
+    "cachestream.formats.files",
 )
 
 logger = logging.getLogger("cachestream.worker")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
+from cachestream.formats.files import FileSource
 from cachestream.listing.manifest import Manifest
 from cachestream.listing.names import Names
 from cachestream.sources.datasets import CallableSource
-from cachestream.sources.files import FileSource
 from cachestream.worker.job import Job, Packed, Payload, load_shared, pack, share, unpack
 from cachestream.worker.launch import WorkerOptions
 
@@ -112,7 +112,7 @@ def test_a_sampling_process_maps_the_names_of_a_manifest(tmp_path: Path) -> None
         fd = share(options.job(cache, source))
     code = (
         "import re, sys; from cachestream.worker.job import load_shared, unpack\n"
-        "import cachestream.sources.files\n"
+        "import cachestream.formats.files\n"
         "anon = lambda: int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "before = anon(); source = unpack(load_shared(int(sys.argv[1])).payload).source\n"
         "assert source.key(199_999) == 'class-0999/image-000199999.jpeg', source.key(199_999)\n"

@@ -10,7 +10,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from cachestream.worker.job import share
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.lister import Lister

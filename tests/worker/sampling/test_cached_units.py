@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import Cache
+from cachestream.formats.files import FileSource
 from cachestream.listing.names import Mark, NamesWriter
 from cachestream.schema import Span, span_array, spans_of
 from cachestream.sources.base import stored_names
-from cachestream.sources.files import FileSource
 from cachestream.storage.filling import Assignment
 from cachestream.storage.reservations import Owner
 from cachestream.worker.job import Payload
