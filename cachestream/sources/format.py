@@ -77,6 +77,7 @@ class File:
 
     @property
     def where(self) -> str:
+        """The path as shown in messages, without secrets."""
         return self._files.shown_root + self.key
 
     @property
@@ -86,10 +87,12 @@ class File:
 
     @property
     def is_local(self) -> bool:
+        """True for a file of this machine."""
         return self._files.remote.is_local
 
     @property
     def is_web(self) -> bool:
+        """True for a file that is read by HTTP."""
         return self._files.remote.is_web
 
     def whole(self) -> memoryview:
@@ -150,11 +153,9 @@ class File:
         """Return the error for a file that is not the one that was opened."""
         return SampleError(f"{self.where}: was replaced by {what}; start again with a new source")
 
-    @contextmanager
-    def errors_mapped(self) -> Iterator[None]:
+    def errors_mapped(self) -> AbstractContextManager[None]:
         """Map the errors of drivers in the block."""
-        with map_errors(self.where, one_of_many=True, secrets=self._files.remote.secrets):
-            yield
+        return map_errors(self.where, one_of_many=True, secrets=self._files.remote.secrets)
 
     @contextmanager
     def parsed(self, file: SeekableFile | None = None) -> Iterator[None]:
