@@ -29,7 +29,7 @@ from cachestream.config import (
 )
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.schema import check_holdout
-from cachestream.sources import plugins
+from cachestream.sources import registry as plugins
 from cachestream.sources.base import (
     DivisibleSource,
     LabelledSource,

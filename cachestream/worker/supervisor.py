@@ -78,7 +78,7 @@ _LISTER, _SHARING = -1, -2  # as `Requests` knows them
 # The modules that the processes need; the module of the source is known when there is a job.
 _PRELOADED: Final = (
     "cachestream.worker.sampling.sampler",
-    "cachestream.sources.files",
+    "cachestream.formats.files",
 )
 
 logger = logging.getLogger("cachestream.worker")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheError, CacheFullError
+from cachestream.formats.files import FileSource
 from cachestream.listing.names import Names, Page, file_names, read_mark
 from cachestream.sources.base import IncrementalSource
-from cachestream.sources.files import FileSource
 from cachestream.storage.cache import Cache
 from cachestream.worker.listings import Listings, keep_names, open_store, store_rest
 from tests.storage.steps import Crash, Steps, copy_of, crash_everywhere, steps_of

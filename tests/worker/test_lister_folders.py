@@ -11,7 +11,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server
 from tests.worker.support import (
     DEADLINE_S,

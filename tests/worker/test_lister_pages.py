@@ -18,7 +18,7 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.tools.refetching import refetch
 from tests.storage.support import shard_ids

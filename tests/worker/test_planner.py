@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from cachestream import Cache
+from cachestream.formats.files import FileSource
 from cachestream.listing.names import Mark, NamesWriter
 from cachestream.schema import Span
-from cachestream.sources.files import FileSource
 from cachestream.worker.health import Death, suspects_of
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.listings import Listings

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
-from cachestream.sources.plugins import expect_decoders
+from cachestream.sources.registry import expect_decoders
 from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
 from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack

@@ -13,14 +13,20 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import check_mapping, require
-from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.decode.images import ImageOptions, decode_image
-from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.api import (
+    ConfigError,
+    ImageOptions,
+    SampleError,
+    check_mapping,
+    decode_image,
+    decode_with,
+    looks_like_image,
+    require,
+)
 
 in_c: ModuleType | None
 try:
-    from cachestream.sources.decode import _varints as in_c
+    from cachestream.formats import _varints as in_c
 except ImportError:  # no compiler at the installation
     in_c = None
 
@@ -239,18 +245,18 @@ class FeatureFields:
         *,
         decode_images: bool,
     ) -> None:
-        self._kinds, self._optional = kinds, optional
+        self.kinds, self._optional = kinds, optional
         self._decode_image = partial(decode_image, options=images)
-        self._decode_images = decode_images
+        self.decode_images = decode_images
 
     def sample(self, found: Mapping[str, Feature]) -> dict[str, Any]:
         """Return the fields of one example. Raises ValueError and SampleError if it cannot be used."""
-        if self._kinds is None:
+        if self.kinds is None:
             if not found and not self._optional:
                 raise ValueError("it has no features")
             return {name: self._field(name, feature, _INFERRED) for name, feature in found.items()}
         sample = {}
-        for name, kind in self._kinds.items():
+        for name, kind in self.kinds.items():
             if name in found:
                 sample[name] = self._field(name, found[name], kind)
             elif name not in self._optional:
@@ -271,7 +277,7 @@ class FeatureFields:
         return decode_with(bytes.decode, data, "UTF-8 text", f"feature '{name}'") if kind == "str" else data
 
     def _is_image(self, data: bytes) -> bool:
-        return self._decode_images and looks_like_image(data)
+        return self.decode_images and looks_like_image(data)
 
     def columns(self, features: Mapping[str, ByRecord]) -> dict[str, Column] | None:
         """Return the fields of many examples in columns, with the values that `sample` gives.
@@ -279,7 +285,7 @@ class FeatureFields:
         None if the examples differ in shape, hold images, or cannot all be used.
         """
         columns: dict[str, Column] = {}
-        kinds: Mapping[str, Any] = dict.fromkeys(features, _INFERRED) if self._kinds is None else self._kinds
+        kinds: Mapping[str, Any] = dict.fromkeys(features, _INFERRED) if self.kinds is None else self.kinds
         for name, kind in kinds.items():
             column = self._column(features[name], kind) if name in features else None
             if column is None:

@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from cachestream.errors import SampleError
-from cachestream.sources.base import Problems
-from cachestream.transport import object_limit
-from cachestream.transport.stream import Stream
+from cachestream.sources.api import SampleError, Skipped, Stream, TooLargeError, check_object
 
 BLOCK: Final = 512
 MAX_EXTENSION_BYTES: Final = 1 << 20  # of one extended header, in a pax archive
@@ -36,7 +33,7 @@ LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first
 SCAN_BYTES: Final = 64 << 10
 
 
-class TarError(ValueError):
+class TarError(SampleError):
     """The archive is malformed from here on."""
 
 
@@ -303,7 +300,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Cut:
     """The bytes `begin` to `end` (None: the end) of an archive, cut without regard to samples.
 
     The sample of the first file at or after a cut belongs to the part before the cut. So each part finds
@@ -314,64 +311,60 @@ class Part:
     end: int | None
 
 
-def read_groups(stream: Stream, problems: Problems, part: Part | None = None) -> Iterator[Group]:
-    """Yield the complete samples of the archive in `stream`, or of a part of it.
+def read_groups(stream: Stream, cut: Cut | None = None) -> Iterator[Group | Skipped]:
+    """Yield the complete samples of the archive in `stream`, or of a part of it. Raises SampleError at damage.
 
-    Damage is added to `problems`. The sample at a truncation is left out, and so is the last sample of an
+    The sample at a truncation is left out, and so is the last sample of an
     archive without an end mark if it lacks an extension of the sample before: it may be truncated.
     """
     reader = TarReader(stream)
-    end = None if part is None else part.end
-    skip_first = part is not None and part.begin > 0  # the first sample belongs to the previous part
+    end = None if cut is None else cut.end
+    skip_first = cut is not None and cut.begin > 0  # the first sample belongs to the previous part
     group: Group | None = None
     previous_extensions: frozenset[str] = frozenset()  # the extensions of the sample before
     is_last = False
-    try:
-        for member, key, extension in _sample_files(reader, stream, part):
-            if group is None or group.key != key:
-                if group is not None:
-                    if not skip_first:
-                        yield group
-                    skip_first = False
-                    previous_extensions = frozenset(group.files)
-                if is_last:
-                    return
-                group = Group(key)
-            is_last = is_last or (end is not None and member.offset >= end)
-            if not skip_first:
-                _read_file(group, extension, member, reader, stream)
-    except (TarError, SampleError) as error:
-        problems.add(str(error))
-        return
+    for member, key, extension in _sample_files(reader, stream, cut):
+        if group is None or group.key != key:
+            if group is not None:
+                if not skip_first:
+                    yield group
+                skip_first = False
+                previous_extensions = frozenset(group.files)
+            if is_last:
+                return
+            group = Group(key)
+        is_last = is_last or (end is not None and member.offset >= end)
+        if not skip_first:
+            _read_file(group, extension, member, reader, stream)
     if group is None or skip_first:
         pass
     elif reader.lacks_end_mark and not group.problem and not previous_extensions <= group.files.keys():
-        problems.add(
+        yield Skipped(
             f"#{group.shown_key}: truncated: it ends after {stream.position:,} bytes, without the end mark"
         )
     else:
         yield group
-    _check_rest(stream, problems)
+    if _is_followed(stream):
+        yield Skipped("another archive follows its end mark, and is not read; keep each in a file of its own")
 
 
-def _check_rest(stream: Stream, problems: Problems) -> None:
-    """Add a problem if another archive follows the end mark, as `cat` joins them."""
+def _is_followed(stream: Stream) -> bool:
+    """Return whether another archive follows the end mark, as `cat` joins them."""
     try:
         rest = bytes(stream.read(SCAN_BYTES))
     except SampleError:  # packed data that are damaged after the end mark have cost no sample
-        return
-    if find_header(rest, 0) is not None:
-        problems.add("another archive follows its end mark, and is not read; keep each in a file of its own")
+        return False
+    return find_header(rest, 0) is not None
 
 
-def _sample_files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:
+def _sample_files(reader: TarReader, stream: Stream, cut: Cut | None) -> Iterator[tuple[Member, str, str]]:
     """Yield the members that are files of samples, each with its sample's key and its extension.
 
     Raises TarError if no file of the archive is one.
     """
     others, example, is_empty = 0, "", True
     while (member := reader.next()) is not None:
-        if part is not None and not member.is_ustar:
+        if cut is not None and not member.is_ustar:
             raise TarError("headers without 'ustar' cannot be read in parts; give samples_per_visit=0")
         names = split_name(member.name) if member.is_file else None
         if names is not None:
@@ -379,12 +372,12 @@ def _sample_files(reader: TarReader, stream: Stream, part: Part | None) -> Itera
             yield member, *names
         elif member.is_file:
             others, example = others + 1, example or member.name
-    if part is None and others and is_empty:
+    if cut is None and others and is_empty:
         raise TarError(
             f"it holds no samples: none of its {others:,} files has a name with an extension, such as 0001.jpg "
             f"(the first is {example[:100]!r})"
         )
-    if part is not None and part.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):
+    if cut is not None and cut.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):
         raise TarError("it holds a tar itself, and cannot be read in parts; give samples_per_visit=0")
 
 
@@ -396,8 +389,8 @@ def _read_file(group: Group, extension: str, member: Member, reader: TarReader, 
         problem = problem or f"two files with the extension .{extension}"
     group.nbytes += member.size_bytes
     try:
-        object_limit.check(group.nbytes)
-    except object_limit.TooLargeError as error:
+        check_object(group.nbytes)
+    except TooLargeError as error:
         if stream.size_bytes is None:  # a packed tar: to skip the sample, all of it would be unpacked
             raise TarError(f"#{group.shown_key}, in a packed tar: {error}") from error
         problem = problem or str(error)

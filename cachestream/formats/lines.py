@@ -16,112 +16,99 @@ import codecs
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.config import format_size
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url
-from cachestream.listing.manifest import NUMBER_TYPES, is_sound_csv, parse_float, parse_int
-from cachestream.listing.names import Names
-from cachestream.listing.patterns import COMPRESSED_ENDINGS, LINES_ENDINGS
-from cachestream.sources.base import Problems, in_own_context
-from cachestream.sources.decode.compression import decompressed, require_decompressor
-from cachestream.sources.decode.values import json_field
-from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
-from cachestream.sources.hive import FolderColumns
-from cachestream.sources.sample_files import FileUnits, SampleFiles
-from cachestream.transport.stream import Stream
+from cachestream.sources.api import (
+    COMPRESSED_ENDINGS,
+    NUMBER_TYPES,
+    ConfigError,
+    Defaults,
+    File,
+    Files,
+    FilesSource,
+    Format,
+    Item,
+    Part,
+    SampleError,
+    Skipped,
+    Stream,
+    Url,
+    check_columns,
+    check_encoding,
+    decompressed,
+    format_size,
+    is_sound_csv,
+    json_field,
+    parse_float,
+    parse_int,
+    plain_fields,
+    require_decompressor,
+)
 
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
 MAX_FIELD: Final = 16 << 20  # characters of a value of CSV; a quote left open swallows so many
-SIZES_AT_ONCE: Final = 16
 _ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
+_DELIMITERS: Final = {".csv": ",", ".tsv": "\t"}
 
 
-class LinesSource(SampleFiles):
-    """The lines of JSON Lines, and the rows of CSV and TSV, plain or compressed (gzip, bzip2, xz, zstd).
+class LinesFormat(Format):
+    """JSON Lines, CSV and TSV: see `LinesSource` for the options. A part is a range of bytes of JSON Lines."""
 
-    urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
-
-    A sample is a dict. In JSON Lines its fields are the members of the object in a line: numbers, bools and
-    str as they are, lists of numbers as arrays, objects as fields "name.member", other lists as JSON text; a
-    line with another value has the one field "json". In CSV its fields are the columns, named in the first
-    line: int64, float64 or str, judged by the first 1,000 rows of the first file that has any. A line that is
-    malformed, or has a null or an empty number without a default, is skipped and counted. Folders such as
-    "label=cat/" name fields, as in `ParquetSource`.
-
-    columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each
-    optional field, `{"caption": ""}`; in CSV its type is that of the column. encoding: an extension of ASCII.
-
-    A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
-    "file#row" for CSV. Other arguments and errors are those of `FileSource`.
-    """
+    name = "lines"
+    endings = tuple(
+        ending + packed
+        for ending in (".jsonl", ".ndjson", ".csv", ".tsv")
+        for packed in ("", ".gz", ".bz2", ".xz", ".zst")
+    )
+    holds_many = False  # among files of other kinds, lines usually describe those
 
     def __init__(
-        self,
-        urls: Url | Iterable[Url],
-        *,
-        columns: Sequence[str] | None = None,
-        fields: Mapping[str, Any] | None = None,
-        encoding: str = "utf-8",
-        storage_options: Mapping[str, Any] | None = None,
+        self, columns: Sequence[str] | None, defaults: Mapping[str, Any], encoding: str = "utf-8"
     ) -> None:
         check_columns(columns)
-        defaults, self._encoding = Defaults(fields), check_encoding(encoding)
+        self._defaults, self._encoding = dict(defaults), check_encoding(encoding)
         if codecs.encode("\n,", self._encoding.removesuffix("-sig")) != b"\n,":
             raise ConfigError(
                 f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; convert the files to UTF-8"
             )
+        self._columns = columns
         self._chosen = None if columns is None else frozenset(columns)
         self._prefixes = tuple(f"{name}." for name in columns or ())
-        options = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
-        options += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
-        files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
-        self._folders = FolderColumns(files, columns, defaults.values)
-        super().__init__("lines", files, [*options, *self._folders.identity], defaults)
-        for index in range(len(files)):
-            require_decompressor(files.key(index))
-        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
-            counts = list(pool.map(self._count_ranges, range(len(files))))
-        self._types = self._column_types()
-        names = (
-            f"{name}#{part}" if count > 1 else name
-            for name, count in zip(files.names, counts, strict=True)
-            for part in range(count)
-        )
-        self._set_units(FileUnits(counts), Names(names))
+        self._types: dict[str, type] = {}
+        self.identity = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
+        self.identity += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
 
-    def _delimiter(self, index: int) -> str:
-        """Return the delimiter of a file's columns; "" for JSON Lines."""
-        name = self._files.key(index).lower()
-        for packed in COMPRESSED_ENDINGS:
-            name = name.removesuffix(packed)
-        return {".csv": ",", ".tsv": "\t"}.get(name[-4:], "")
+    def folder_columns(self) -> tuple[Sequence[str] | None, Mapping[str, Any]]:
+        return self._columns, self._defaults
 
-    def _count_ranges(self, index: int) -> int:
-        if self._delimiter(index) or self._is_compressed(index):
-            return 1
+    def check(self, files: Files, folders: Sequence[str]) -> None:
+        for file in files:
+            require_decompressor(file.key)
+        self._types = self._column_types(files, folders)
+
+    def parts(self, file: File) -> Sequence[str]:
+        if _delimiter(file) or file.is_compressed:
+            return ("",)
         try:
-            size_bytes = self._size(index)
+            size_bytes = file.size()
         except SampleError:  # the server gives no size, or the file is gone, which the read will report
-            return 1
-        return max(1, -(-size_bytes // RANGE_BYTES))
+            return ("",)
+        count = max(1, -(-size_bytes // RANGE_BYTES))
+        return list(map(str, range(count))) if count > 1 else ("",)
 
-    def _column_types(self) -> dict[str, type]:
+    def _column_types(self, files: Files, folders: Sequence[str]) -> dict[str, type]:
         """Return the columns' types, judged by the first rows of the first table that has any.
 
         Raises ConfigError for malformed rows, and for chosen columns that the table has not.
         """
-        tables = filter(self._delimiter, range(len(self._files)))
-        found = ((index, *self._first_rows(index)) for index in tables)
-        index, names, rows = next((table for table in found if table[2]), (0, [], []))
-        known, where = {*names, *self._defaults.values, *self._folders.names}, self._files.where(index)
+        found = ((file, *self._first_rows(file)) for file in files if _delimiter(file))
+        file, names, rows = next((table for table in found if table[2]), (files[0], [], []))
+        known, where = {*names, *self._defaults, *folders}, file.where
         for name in sorted((self._chosen or known) - known if names else ()):
             raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(names)}")
         for name in self._chosen or names:
@@ -130,16 +117,16 @@ class LinesSource(SampleFiles):
                     f"{where}: several columns are called '{name}': give each a name of its own"
                 )
         types = {name: _type_of([row[i] for row in rows]) for i, name in enumerate(names)}
-        given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
+        given = {name: type(value) for name, value in self._defaults.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
 
-    def _first_rows(self, index: int) -> tuple[list[str], list[list[str]]]:
+    def _first_rows(self, file: File) -> tuple[list[str], list[list[str]]]:
         """Return the names of the columns of a table, and its first rows of so many values.
 
         Raises ConfigError for a malformed table, and for one with another delimiter.
         """
-        delimiter, where = self._delimiter(index), self._files.where(index)
-        with self._open(index) as stream:
+        delimiter, where = _delimiter(file), file.where
+        with file.stream() as stream:
             taken = list[str]()
             rows = self._csv_reader(_lines(decompressed(stream)), delimiter, taken)
             try:
@@ -156,37 +143,19 @@ class LinesSource(SampleFiles):
             )
         return names, [row for row in first if len(row) == len(names)]
 
-    @in_own_context
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the lines of a unit in order. Raises the errors of `Source.read`."""
-        index, part = self._locate(unit)
-        key, delimiter = self._files.key(index), self._delimiter(index)
-        of_folders = self._folders.of(index)
-        problems = Problems(self._files.where(index))
-        begin = part * RANGE_BYTES
-        end = begin + RANGE_BYTES if part + 1 < self._units.counts[index] else None
-        try:
-            # A unit begins after the first line end at or after the byte before its range.
-            with self._open(index, max(0, begin - 1), end) as stream:
-                plain = stream if begin else decompressed(stream)
-                found = (
-                    self._rows(plain, delimiter, problems)
-                    if delimiter
-                    else self._objects(plain, begin, end, problems)
-                )
-                for number, sample in found:
-                    whole = of_folders | sample if of_folders else sample
-                    yield f"{key}#{number}", self._defaults.fill(whole)
-        except SampleError as error:
-            problems.add(str(error))
-        problems.raise_any()
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the lines of a part in order."""
+        delimiter, begin = _delimiter(file), part.number * RANGE_BYTES
+        end = begin + RANGE_BYTES if part.number + 1 < part.count else None
+        # A part begins after the first line end at or after the byte before its range.
+        with file.stream(max(0, begin - 1), end) as stream:
+            plain = stream if begin else decompressed(stream)
+            yield from self._rows(plain, delimiter) if delimiter else self._objects(plain, begin, end)
 
     def _is_chosen(self, name: str) -> bool:
         return self._chosen is None or name in self._chosen or name.startswith(self._prefixes)
 
-    def _objects(
-        self, stream: Stream, begin: int, end: int | None, problems: Problems
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _objects(self, stream: Stream, begin: int, end: int | None) -> Iterator[Item]:
         lines = _lines(stream)
         if begin and next(lines, None) is None:
             raise _cut_short(stream, begin)
@@ -197,9 +166,9 @@ class LinesSource(SampleFiles):
                 continue
             try:
                 value = json.loads(line.decode(self._encoding))
-                sample = _json_fields(value, self._defaults.values)
+                sample = _json_fields(value, self._defaults)
             except (ValueError, RecursionError, SampleError) as error:  # the encoding, JSON, or deep nesting
-                problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
+                yield Skipped(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
             if self._chosen is not None:
                 sample = {name: value for name, value in sample.items() if self._is_chosen(name)}
@@ -207,15 +176,13 @@ class LinesSource(SampleFiles):
         if end is not None and stream.position < end:
             raise _cut_short(stream, end)
 
-    def _rows(
-        self, stream: Stream, delimiter: str, problems: Problems
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _rows(self, stream: Stream, delimiter: str) -> Iterator[Item]:
         taken = list[str]()  # the lines of the record that was read last
         rows = self._csv_reader(_lines(stream), delimiter, taken)
         try:
             names = _names_of_columns(rows, taken, delimiter)
         except (ValueError, csv.Error) as error:
-            problems.add(f"the names of the columns: {error}", max(1, len(taken)))
+            yield Skipped(f"the names of the columns: {error}", max(1, len(taken)))
             return
         chosen = [(i, name) for i, name in enumerate(names) if self._is_chosen(name)]
         number = -1
@@ -229,7 +196,7 @@ class LinesSource(SampleFiles):
                 found = self._taken_apart(row, taken, names, delimiter) if _may_be_open(taken) else (row,)
             except (ValueError, csv.Error) as error:
                 number += 1
-                problems.add(f"row {number}: {error}", max(1, len(taken)))
+                yield Skipped(f"row {number}: {error}", max(1, len(taken)))
                 continue
             for row in found:
                 number += 1
@@ -239,7 +206,7 @@ class LinesSource(SampleFiles):
                     if row:
                         yield number, {name: self._typed(name, row[i]) for i, name in chosen}
                 except ValueError as error:
-                    problems.add(f"row {number}: {error}")
+                    yield Skipped(f"row {number}: {error}")
 
     def _taken_apart(
         self, row: list[str], lines: list[str], names: list[str], delimiter: str
@@ -268,12 +235,12 @@ class LinesSource(SampleFiles):
 
     def _typed(self, name: str, text: str) -> Any:
         kind = self._types.get(name, str)
-        if not text and (kind is not str or name in self._defaults.values):
+        if not text and (kind is not str or name in self._defaults):
             return None
         try:
             return parse_int(text) if kind is int else parse_float(text) if kind is float else text
         except ValueError:
-            if kind is int and name not in self._defaults.values:  # of whole numbers until now
+            if kind is int and name not in self._defaults:  # of whole numbers until now
                 with suppress(ValueError):
                     return parse_float(text)
             raise ValueError(
@@ -293,6 +260,49 @@ class LinesSource(SampleFiles):
 
         # Not a generator, which would end at the first line that cannot be decoded.
         return csv.reader(map(decoded, lines), delimiter=delimiter)
+
+
+class LinesSource(FilesSource):
+    """The lines of JSON Lines, and the rows of CSV and TSV, plain or compressed (gzip, bzip2, xz, zstd).
+
+    urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
+
+    A sample is a dict. In JSON Lines its fields are the members of the object in a line: numbers, bools and
+    str as they are, lists of numbers as arrays, objects as fields "name.member", other lists as JSON text; a
+    line with another value has the one field "json". In CSV its fields are the columns, named in the first
+    line: int64, float64 or str, judged by the first 1,000 rows of the first file that has any. A line that is
+    malformed, or has a null or an empty number without a default, is skipped and counted. Folders such as
+    "label=cat/" name fields, as in `ParquetSource`.
+
+    columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each
+    optional field, `{"caption": ""}`; in CSV its type is that of the column. encoding: an extension of ASCII.
+
+    A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
+    "file#row" for CSV. Other arguments and errors are those of `FileSource`.
+    """
+
+    reads = LinesFormat
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        *,
+        columns: Sequence[str] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        encoding: str = "utf-8",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            LinesFormat(columns, Defaults(fields).values, encoding), urls, storage_options, fields
+        )
+
+
+def _delimiter(file: File) -> str:
+    """Return the delimiter of a file's columns; "" for JSON Lines."""
+    name = file.key.lower()
+    for packed in COMPRESSED_ENDINGS:
+        name = name.removesuffix(packed)
+    return _DELIMITERS.get(name[-4:], "")
 
 
 def _other_delimiter(rows: list[list[str]], delimiter: str) -> str:

@@ -8,24 +8,36 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, FirstNames, Url
-from cachestream.listing.patterns import extension_of, is_image
-from cachestream.sources.base import check_unit
-from cachestream.sources.decode.images import Buffer, ImageOptions, Size, loss_of
-from cachestream.sources.decode.values import decode_fields
-from cachestream.sources.fields import Defaults, check_encoding
-from cachestream.sources.user_code import fingerprint_of, guard_user_code
-from cachestream.transport import object_limit
-from cachestream.transport.remote_errors import map_errors
-from cachestream.transport.remote_object import RemoteObject, fetch
-
-if TYPE_CHECKING:
-    from cachestream.listing.names import Names, Page
+from cachestream.sources.api import (
+    Buffer,
+    ConfigError,
+    File,
+    FileList,
+    FilesSource,
+    FirstNames,
+    Format,
+    ImageOptions,
+    Item,
+    Labels,
+    Names,
+    Page,
+    Part,
+    SampleError,
+    Size,
+    SourceError,
+    Url,
+    check_encoding,
+    decode_fields,
+    extension_of,
+    fingerprint_of,
+    guard_user_code,
+    is_image,
+    loss_of,
+)
 
 logger = logging.getLogger("cachestream")
 
@@ -51,7 +63,63 @@ _LOSSY: Final = (".png", ".tif", ".tiff")  # the endings of what depth and masks
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
 
-class FileSource:
+class FilesFormat(Format):
+    """Files decoded by their extension, with a label: see `FileSource` for the options.
+
+    `label_index` are the labels of folders, by name, and `labels` those of a manifest, by file.
+    """
+
+    name = "files"
+    holds_many = False
+
+    def __init__(self, label: str | Callable[[str], Any] | None, images: ImageOptions, encoding: str) -> None:
+        if not (label is None or label == "folder" or callable(label)):
+            raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
+        self._encoding, self.images, self.label = check_encoding(encoding), images, label
+        self.label_index: Mapping[str, int] = {}
+        self.labels: Labels | None = None
+        labelled = fingerprint_of(label) if callable(label) else label
+        self.identity = (f"label={labelled}",)
+        self.encoded = () if self._encoding == "utf-8-sig" else (f"encoding={encoding}",)
+
+    def prefix(self, file: File, part: Part) -> str:
+        return file.key
+
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the sample of a file, or those of a JSON array."""
+        label = self._folder_label(file)
+        data = file.whole()
+        extension = extension_of(file.key)
+        if file.is_web and not extension and _is_index_page(data):
+            raise SampleError(
+                f"{file.where}: is the server's page about a folder: end its URL with '/' to read its files"
+            )
+        found = decode_fields(data, extension, file.where, self.images, self._encoding)
+        if callable(self.label):
+            with guard_user_code(f"label({file.key!r})"):
+                label = {"label": self.label(file.key)}
+        if isinstance(found, list):
+            yield from ((f"#{number}", record | label) for number, record in enumerate(found))
+        else:
+            yield "", found | label
+
+    def _folder_label(self, file: File) -> dict[str, Any]:
+        """Return the label by the folder of a file, or by the manifest."""
+        if self.labels is not None:
+            return {"label": self.labels[file.index]}
+        if not self.label_index or not _takes_label(file.key):
+            return {}
+        label = self.label_index.get(file.name.rpartition("/")[0].rpartition("/")[2])
+        if label is None:
+            raise SampleError(
+                f"{file.where}: has no label: while a listing grows, only folders beside those of the first files "
+                "have one; clear the cache, and give first_names=None to list all before, label= a function of "
+                "the path, or label=None"
+            )
+        return {"label": label}
+
+
+class FileSource(FilesSource):
     """The files of a folder, a wildcard, a `{000..127}` range, or a list of these; a unit is a file.
 
     A sample is a dict. Images (Pillow) have the field "image", uint8 `[3, H, W]` RGB; `.npy` "array"; `.npz`
@@ -85,6 +153,9 @@ class FileSource:
     remote that does not answer.
     """
 
+    reads = FilesFormat
+    format: FilesFormat
+
     def __init__(
         self,
         urls: Url | Iterable[Url] | FileList,
@@ -99,15 +170,11 @@ class FileSource:
         fields: Mapping[str, Any] | None = None,
         encoding: str = "utf-8",
     ) -> None:
-        self._defaults = Defaults(fields)
-        self._encoding = check_encoding(encoding)
-        self._images = ImageOptions(resize, crop)
-        if not (label is None or label == "folder" or callable(label)):
-            raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
-        if isinstance(urls, FileList):  # `open_source` has listed them to choose a source
-            self._files = copy.copy(urls)
+        format = FilesFormat(label, ImageOptions(resize, crop), encoding)  # noqa: A001
+        if isinstance(urls, FileList):  # `open_source` has listed them
+            files = copy.copy(urls)
         else:
-            self._files = FileList(
+            files = FileList(
                 urls,
                 storage_options,
                 owner="FileSource",
@@ -116,64 +183,40 @@ class FileSource:
                 labelled=True,
                 first_names=first_names,
             )
-        self._left_out = 0
-        self._keep_one_kind()
+        self._left_out = _keep_one_kind(files)
+        super().__init__(format, files, fields=fields)
         self._warn_of_partners()
-        self._remote = self._files.remote
-        self._label = label
-        labelled = f"label={fingerprint_of(label) if callable(label) else label}"
-        where, *options = self._files.identity
-        options += [*self._images.identity, *self._defaults.identity]
-        options += [f"encoding={encoding}"] if self._encoding != "utf-8-sig" else []
-        self.fingerprint = "files:" + "|".join((where, labelled, *options))
-        self._labels = self._files.labels if label == "folder" else None
-        self._label_names = () if self._labels is None else self._labels.names
-        self._label_index: dict[str, int] = {}  # of folders
-        if self._labels is None and label == "folder":
-            self._label_by(self._folders())
+        if label == "folder":
+            format.labels = self._files.labels
+        self._label_names = () if format.labels is None else format.labels.names
+        if label == "folder" and format.labels is None:
+            self._label_by(self._labelled_folders())
         self._warn_of_loss()
+
+    def _identity(self) -> tuple[str, ...]:
+        where, *filters = self._files.identity
+        form, images = self.format, self.format.images.identity
+        return (where, *form.identity, *filters, *images, *self._defaults.identity, *form.encoded)
 
     def _warn_of_loss(self) -> None:
         """Log a warning if the first file is an image whose values are not kept whole, as depth and masks.
 
         Of remotes, whose files are not read here, nothing is said.
         """
-        path, where = self._files.path(0), self._files.where(0)
-        if not self._remote.is_local or extension_of(self._files.key(0)) not in _LOSSY:
+        first = File(self._files, 0, self._kept)
+        if not first.is_local or extension_of(first.key) not in _LOSSY:
             return
         try:
-            loss = loss_of(RemoteObject(self._remote, path, where).head(_IMAGE_HEAD_BYTES))
-        except Exception:  # noqa: BLE001  of any driver; the read will report it
+            with first.stream() as stream:
+                loss = loss_of(stream.read(_IMAGE_HEAD_BYTES))
+        except SourceError:  # the read will report it
             return
         if loss:
             logger.warning(
                 "%s %s; to keep the values of depth images and masks, open them in a torch Dataset, whose PIL "
                 "images are stored as numpy sees them",
-                where,
+                first.where,
                 loss,
-            )
-
-    def _keep_one_kind(self) -> None:
-        if not self._files.is_searched:
-            return
-        counts = self._files.kinds()
-        if len(counts) < 2:
-            return
-        kind = chosen_kind(counts)
-        left_out, example = self._files.keep_only(kind)
-        self._left_out = left_out
-        if left_out:
-            listed = "the first " if self._files.is_open else ""
-            logger.warning(
-                "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
-                "to read several kinds, as samples of their own, name them with extensions=; to give each sample what another "
-                "file says of it, such as a text, give label= a function of its path",
-                self._files.shown,
-                _KIND_NAMES[kind],
-                left_out,
-                listed,
-                left_out + len(self._files),
-                example,
             )
 
     def _warn_of_partners(self) -> None:
@@ -197,7 +240,7 @@ class FileSource:
                 pairs[0][0],
             )
 
-    def _folders(self) -> set[str]:
+    def _labelled_folders(self) -> set[str]:
         """Return the names of the folders that hold files with a label; "" for the root.
 
         Of an open list, which stays open, these are the folders of the known files, and those beside the
@@ -215,22 +258,17 @@ class FileSource:
 
     def _label_by(self, folders: set[str]) -> None:
         self._label_names = tuple(sorted(folders)) if folders != {""} else ()
-        self._label_index = {name: index for index, name in enumerate(self._label_names)}
-
-    @property
-    def num_units(self) -> int | None:
-        """The number of files; None while only the first of them are listed: `complete` lists the rest."""
-        return None if self._files.is_open else len(self._files)
-
-    @property
-    def listing_digest(self) -> str:
-        """A digest of the list of files known so far: the same for the same files in the same order."""
-        return self._files.digest
+        self.format.label_index = {name: index for index, name in enumerate(self._label_names)}
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """The names of the folders by label; () without labels, or with labels of another kind."""
         return self._label_names
+
+    @property
+    def num_units(self) -> int | None:  # type: ignore[override]  # of this source alone it may be unknown
+        """The number of files; None while only the first of them are listed: `complete` lists the rest."""
+        return None if self.is_listing else len(self._files)
 
     # --- a listing that goes on (see `IncrementalSource`)
 
@@ -239,75 +277,63 @@ class FileSource:
         """True while only the first names are listed."""
         return self._files.is_open
 
-    @property
-    def first_names(self) -> Names:
-        """The names listed so far."""
-        return self._files.names
-
     def more_names(self, last: str) -> Iterator[Page]:
         """Yield the pages of names after `last`."""
         return self._files.more(last)
 
     def complete(self) -> None:
         """List the rest, here and now. Labels change only if an image lies in a folder without one."""
-        if self._files.is_open:
+        if self.is_listing:
             self._files.complete()
-            if self._label == "folder" and not (folders := self._folders()) <= set(self._label_names):
+            self._set_units(None, self._files.names)
+            if self.format.label == "folder" and not (folders := self._labelled_folders()) <= set(
+                self._label_names
+            ):
                 self._label_by(folders)
 
     def over(self, names: Names) -> FileSource:
         """Return the same source over the listing `names`, as far as that has come."""
         made = copy.copy(self)
         made._files = self._files.over(names)
+        made._set_units(None, names)
         return made
 
     def key(self, unit: int) -> str:
         """Return the path of `unit` below the common root, without a query."""
+        return self._locate(unit)[0].key
+
+    def _locate(self, unit: int) -> tuple[File, Part]:
         if not 0 <= unit < len(self._files):
             self.complete()
-            check_unit(self, unit, len(self._files))
-        return self._files.key(unit)
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the sample of the file `unit`, or those of a JSON array. Raises the errors of `Source.read`."""
-        key = self.key(unit)
-        where = self._files.where(unit)
-        extension = extension_of(key)
-        folder = None
-        if self._label_index and _takes_label(key):
-            folder = self._files.names[unit].rpartition("/")[0].rpartition("/")[2]
-        if folder is not None and folder not in self._label_index:
-            raise SampleError(
-                f"{where}: has no label: while a listing grows, only folders beside those of the first files "
-                "have one; clear the cache, and give first_names=None to list all before, label= a function of "
-                "the path, or label=None"
-            )
-        with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
-            data = fetch(self._remote, self._files.path(unit))
-        if self._remote.is_web and not extension and _is_index_page(data):
-            raise SampleError(
-                f"{where}: is the server's page about a folder: end its URL with '/' to read its files"
-            )
-        with object_limit.applied(self._remote.max_object_bytes):
-            found = decode_fields(data, extension, where, self._images, self._encoding)
-        label = {}
-        if callable(self._label):
-            with guard_user_code(f"label({key!r})"):
-                label["label"] = self._label(key)
-        elif self._labels is not None:
-            label["label"] = self._labels[unit]
-        elif folder is not None:
-            label["label"] = self._label_index[folder]
-        if isinstance(found, list):
-            for number, record in enumerate(found):
-                yield f"{key}#{number}", self._defaults.fill(record | label)
-        else:
-            yield key, self._defaults.fill(found | label)
+        return super()._locate(unit)
 
     def __repr__(self) -> str:
-        more = " and more" if self._files.is_open else ""
+        more = " and more" if self.is_listing else ""
         left_out = f", {self._left_out:,} of other kinds left out" if self._left_out else ""
         return f"<FileSource {self._files.shown}, {len(self._files):,} files{more}{left_out}>"
+
+
+def _keep_one_kind(files: FileList) -> int:
+    """Leave out the files of other kinds than the one to read; return their number, which is logged."""
+    counts = files.kinds() if files.is_searched else Counter[str]()
+    if len(counts) < 2:
+        return 0
+    kind = chosen_kind(counts)
+    left_out, example = files.keep_only(kind)
+    if left_out:
+        listed = "the first " if files.is_open else ""
+        logger.warning(
+            "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
+            "to read several kinds, as samples of their own, name them with extensions=; to give each sample what another "
+            "file says of it, such as a text, give label= a function of its path",
+            files.shown,
+            _KIND_NAMES[kind],
+            left_out,
+            listed,
+            left_out + len(files),
+            example,
+        )
+    return left_out
 
 
 def chosen_kind(counts: Counter[str]) -> str:

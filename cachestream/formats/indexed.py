@@ -8,35 +8,46 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import check_count, format_size
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url
-from cachestream.listing.names import Names
-from cachestream.sources.base import Problems, in_own_context
-from cachestream.sources.decode.images import ImageOptions
-from cachestream.sources.decode.values import decode_with
-from cachestream.sources.fields import Defaults
-from cachestream.sources.sample_files import FileUnits, SampleFiles
-from cachestream.sources.user_code import call_decoder, fingerprint_of
-from cachestream.transport import object_limit
-from cachestream.transport.remote_object import open_stream
-from cachestream.transport.stream import Stream
+from cachestream.sources.api import (
+    ConfigError,
+    File,
+    FileList,
+    FilesSource,
+    Format,
+    ImageOptions,
+    Item,
+    Names,
+    Part,
+    SampleError,
+    Skipped,
+    Stream,
+    TooLargeError,
+    call_decoder,
+    check_count,
+    check_object,
+    decode_with,
+    fingerprint_of,
+    format_size,
+    open_stream,
+)
 
 INDEX_NAME: Final = "index.json"
 MAX_INDEX_BYTES: Final = 256 << 20
 MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held in memory
 _WORD: Final = 4
-Items = Iterator[tuple[int, memoryview]]
+Items = Iterator[tuple[int, memoryview] | Skipped]
 Reader = Callable[[memoryview], Any]
 
 
@@ -57,33 +68,35 @@ def read_table(stream: Stream, count: int, first: int, stop: int) -> npt.NDArray
     return np.frombuffer(table, "<u4").astype(np.int64)
 
 
-def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems: Problems) -> Items:
-    """Yield the items of `stream` at the offsets in `table`, numbered from `first`."""
+def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int) -> Items:
+    """Yield the items of `stream` at the offsets in `table`, numbered from `first`.
+
+    Raises SampleError where no more can be read.
+    """
     for number, (begin, end) in enumerate(zip(table[:-1].tolist(), table[1:].tolist(), strict=True), first):
         if begin < stream.position or end < begin:
-            problems.add(f"sample {number}: the table says that it lies at {begin} to {end}: it is damaged")
-            return
+            raise SampleError(
+                f"sample {number}: the table says that it lies at {begin} to {end}: it is damaged"
+            )
         try:
-            object_limit.check(end - begin)
-        except object_limit.TooLargeError as error:
-            problems.add(f"sample {number}: {error}")
+            check_object(end - begin)
+        except TooLargeError as error:
+            yield Skipped(f"sample {number}: {error}")
             continue
         stream.skip(begin - stream.position)
         data = stream.read(end - begin)
         if len(data) < end - begin:
-            problems.add(f"sample {number}: the file ends in the middle of it, or before")
-            return
+            raise SampleError(f"sample {number}: the file ends in the middle of it, or before")
         yield number, data
 
 
-def open_index(url: Url, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
+def open_index(url: Any, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
     """Return the list of one file: the index of the folder `url`.
 
     Raises ConfigError for a URL or options that cannot work, SourceError if the index is missing or
     forbidden, and SourceUnavailableError if the remote does not answer.
     """
-    given: Any = url
-    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+    if not isinstance(url, str | os.PathLike) or not os.fspath(url):
         raise ConfigError(f"{owner} takes the path or URL of one folder that holds an {INDEX_NAME}")
     folder = os.fspath(url).removesuffix(INDEX_NAME).rstrip("/") or "/"
     index = FileList(f"{folder}/{INDEX_NAME}", storage_options, owner=owner)
@@ -129,16 +142,6 @@ def files_beside(index: FileList, names: Sequence[Any]) -> FileList:
     files.shown = index.where(0).removesuffix(INDEX_NAME)
     files.identity = tuple(part.removesuffix(f"/{INDEX_NAME}") for part in index.identity)
     return files
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """The items from `first` up to `stop` of the `count` in the file number `index`."""
-
-    index: int
-    count: int
-    first: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,94 +245,105 @@ class ItemLayout:
         return found
 
 
-class IndexedSource(SampleFiles):
-    """The base of `MDSSource` and `LitDataSource`: a unit is a file of an index, or a visit to a part of one.
+class IndexedFormat(Format):
+    """The base of MDS and LitData: files that an index names, read whole or in visits to about so many samples.
 
-    A visit is to about `samples_per_visit` samples. `counts` are the numbers of items in the files, `noun`
-    the word for these ("shard").
+    A subclass reads the index in `files_of`, which sets `counts`, the numbers of items in the files. `file_names`
+    are the names of such files.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        noun: str,
-        files: FileList,
-        counts: Sequence[int],
-        choice: FieldChoice,
-        samples_per_visit: int | None,
-        *,
-        is_compressed: bool,
-    ) -> None:
-        if samples_per_visit is not None and is_compressed:
-            raise ConfigError(
-                f"{files.shown}: a compressed {noun} can only be read from its begin; "
-                "leave out samples_per_visit"
-            )
-        self._noun, self._counts = noun, np.array(counts, np.int64)
-        visits = np.ones_like(self._counts)
-        if samples_per_visit is not None:
-            visits = -(-self._counts // check_count("samples_per_visit", samples_per_visit))
-        self._units, self.listing_digest = FileUnits(visits), files.digest
-        parts = [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
-        super().__init__(kind, files, [*choice.identity, *parts], Defaults(None), choice.images)
+    file_names: ClassVar[re.Pattern[str]]
+    is_found = False  # its index is not read to find out: give format=
+
+    counts: npt.NDArray[np.int64]
+    is_compressed: bool
+
+    def __init__(self, choice: FieldChoice, samples_per_visit: int | None) -> None:
+        self._choice, self._per_visit, self.images = choice, samples_per_visit, choice.images
+        self.identity = [*choice.identity]
+        self.identity += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+
+    @classmethod
+    def claims(cls, names: Sequence[str]) -> bool:
+        bases = [posixpath.basename(name) for name in names]
+        return INDEX_NAME in bases and any(map(cls.file_names.fullmatch, bases))
+
+    @classmethod
+    def needs_last(cls, first: str) -> bool:
+        return cls.file_names.fullmatch(posixpath.basename(first)) is not None
+
+    def find(self, urls: Any, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
+        index = open_index(urls, storage_options, owner)
+        with read_index(index) as content:
+            files = self.files_of(index, content)
+        if self._per_visit is not None:
+            if self.is_compressed:
+                raise ConfigError(
+                    f"{files.shown}: a compressed {self.nouns[0]} can only be read from its begin; "
+                    "leave out samples_per_visit"
+                )
+            check_count("samples_per_visit", self._per_visit)
+        return files
+
+    def files_of(self, index: FileList, content: Mapping[str, Any]) -> FileList:
+        """Return the files that an index names. Raises ValueError, LookupError or TypeError if it is malformed."""
+        raise NotImplementedError
+
+    def parts(self, file: File) -> Sequence[str]:
+        if self._per_visit is None:
+            return ("",)
+        visits = -(-int(self.counts[file.index]) // self._per_visit)
+        return [f"{number}/{visits}" for number in range(visits)] if visits > 1 else ("",)
+
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the samples of a file, or of a visit to it, in order."""
+        count = int(self.counts[file.index])
+        if part.count == 1:
+            with file.stream() as stream:
+                yield from self._read_whole(stream, file, count)
+            return
+        first, stop = (count * number // part.count for number in (part.number, part.number + 1))
+        # Only the table and the samples are fetched.
+        with file.stream(0, _WORD * (stop + 2)) as stream:
+            table = read_table(stream, count, first, stop)
+        begin, end = int(table[0]), int(table[-1])
+        with file.stream(begin, max(begin, end)) as stream:
+            yield from self._decoded(cut_items(stream, table, first), file)
+
+    def _decoded(self, items: Items, file: File) -> Iterator[Item]:
+        for item in items:
+            if isinstance(item, Skipped):
+                yield item
+                continue
+            number, data = item
+            try:
+                sample = self._decode(file, data)
+            except SampleError as error:
+                yield Skipped(f"sample {number}: {error}")
+                continue
+            yield number, sample
+
+    def _read_whole(self, stream: Stream, file: File, count: int) -> Iterator[Item]:
+        """Yield the samples in the `stream` of a file of `count` items."""
+        raise NotImplementedError
+
+    def _decode(self, file: File, data: memoryview) -> Any:
+        """Return the sample in an item of a file. Raises SampleError if it is malformed."""
+        raise NotImplementedError
+
+
+class IndexedSource(FilesSource):
+    """The base of `MDSSource` and `LitDataSource`."""
+
+    format: IndexedFormat
 
     @property
     def num_samples(self) -> int:
         """The number of samples according to the index."""
-        return int(self._counts.sum())
+        return int(self.format.counts.sum())
 
-    @in_own_context
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the samples of a file, or of a visit to it, in order. Raises the errors of `Source.read`."""
-        index, number = self._locate(unit)
-        visits, count = int(self._units.counts[index]), int(self._counts[index])
-        visit = Visit(index, count, count * number // visits, count * (number + 1) // visits)
-        key, problems = self._key(index), Problems(self._files.where(index))
-        samples = self._whole(visit, problems) if visits == 1 else self._part(visit, problems)
-        try:
-            for number, sample in samples:
-                yield f"{key}#{number}", sample
-        except SampleError as error:
-            problems.add(str(error))
-        problems.raise_any()
-
-    def _whole(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        """Yield the usable samples of a whole file with their numbers; add the others to `problems`."""
-        with self._open(visit.index) as stream:
-            yield from self._read_whole(stream, visit, problems)
-
-    def _part(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        """Yield the samples of a visit likewise: only the table and they are fetched."""
-        with self._open(visit.index, 0, _WORD * (visit.stop + 2)) as stream:
-            table = read_table(stream, visit.count, visit.first, visit.stop)
-        begin, end = int(table[0]), int(table[-1])
-        with self._open(visit.index, begin, max(begin, end)) as stream:
-            yield from self._decoded(cut_items(stream, table, visit.first, problems), visit, problems)
-
-    def _decoded(self, items: Items, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        for number, data in items:
-            try:
-                sample = self._decode(visit.index, data)
-            except SampleError as error:
-                problems.add(f"sample {number}: {error}")
-                continue
-            yield number, sample
-
-    def _key(self, index: int) -> str:
-        """Return what the keys of the samples in file `index` begin with."""
-        return self._files.key(index)
-
-    def _read_whole(self, stream: Stream, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        """Yield the usable samples in the `stream` of a file."""
-        raise NotImplementedError
-
-    def _decode(self, index: int, data: memoryview) -> Any:
-        """Return the sample in an item of file `index`. Raises SampleError if it is malformed."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        files = f"{len(self._files):,} {self._noun}s, {self.num_samples:,} samples"
-        return f"<{type(self).__name__} {self._files.shown}, {files}>"
+    def _size(self) -> str:
+        return f", {self.num_samples:,} samples"
 
 
 def as_mapping(value: Any, what: str) -> Mapping[str, Any]:

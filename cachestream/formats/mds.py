@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,32 +17,41 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cachestream.config import require
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import Url
-from cachestream.sources.base import Problems
-from cachestream.sources.decode.compression import decompressed
-from cachestream.sources.decode.images import ImageOptions, Pixels, Size, decode_image, decode_raw_image
-from cachestream.sources.decode.values import decode_integer, decode_json_value
-from cachestream.sources.fields import check_columns
-from cachestream.sources.peers.index import (
+from cachestream.formats.indexed import (
     FieldChoice,
+    IndexedFormat,
     IndexedSource,
     ItemLayout,
     Reader,
-    Visit,
     as_count,
     as_mapping,
     check_file_name,
     cut_items,
     files_beside,
-    open_index,
     pickled_error,
-    read_index,
     read_table,
     unknown_error,
 )
-from cachestream.transport.stream import Stream
+from cachestream.sources.api import (
+    ConfigError,
+    File,
+    FileList,
+    ImageOptions,
+    Item,
+    Part,
+    Pixels,
+    SampleError,
+    Size,
+    Stream,
+    Url,
+    check_columns,
+    decode_image,
+    decode_integer,
+    decode_json_value,
+    decode_raw_image,
+    decompressed,
+    require,
+)
 
 MAX_COLUMNS: Final = 10_000
 _COMPRESSIONS: Final = ("zstd", "gz", "bz2")  # MDS also has br and snappy
@@ -70,6 +80,40 @@ class _Shard:
     is_compressed: bool
     layout: ItemLayout
     hashes: Mapping[str, str]
+
+
+class MDSFormat(IndexedFormat):
+    """Shards of MDS: see `MDSSource` for the options."""
+
+    name = "mds"
+    file_names = re.compile(r".*\.mds(\.\w+)?")
+    nouns = ("shard", "visit")
+
+    def __init__(self, choice: FieldChoice, samples_per_visit: int | None, *, check_hashes: bool) -> None:
+        super().__init__(choice, samples_per_visit)
+        self._check_hashes = check_hashes
+
+    def files_of(self, index: FileList, content: Mapping[str, Any]) -> FileList:
+        self._shards = _shards(content, self._choice)
+        files = files_beside(index, [shard.name for shard in self._shards])
+        self.counts = np.array([shard.count for shard in self._shards], np.int64)
+        self.is_compressed = any(shard.is_compressed for shard in self._shards)
+        hashes = (_known_hash(files.shown, one) for one in self._shards if self._check_hashes)
+        self._hashes = tuple(hashes)
+        return files
+
+    def prefix(self, file: File, part: Part) -> str:
+        return f"{self._shards[file.index].key}#"
+
+    def _decode(self, file: File, data: memoryview) -> dict[str, Any]:
+        return self._shards[file.index].layout.fields(data)
+
+    def _read_whole(self, stream: Stream, file: File, count: int) -> Iterator[Item]:
+        if self._hashes:
+            _check_hash(*self._hashes[file.index], stream)
+        inner = decompressed(stream, required=True) if self._shards[file.index].is_compressed else stream
+        table = read_table(inner, count, 0, count)
+        return self._decoded(cut_items(inner, table, 0), file)
 
 
 class MDSSource(IndexedSource):
@@ -101,6 +145,8 @@ class MDSSource(IndexedSource):
     read, and the errors of `FileSource` otherwise.
     """
 
+    reads = MDSFormat
+
     def __init__(
         self,
         url: Url,
@@ -115,31 +161,9 @@ class MDSSource(IndexedSource):
     ) -> None:
         check_columns(columns)
         choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
-        index = open_index(url, storage_options, "MDSSource")
-        with read_index(index) as content:
-            self._shards = _shards(content, choice)
-            files = files_beside(index, [shard.name for shard in self._shards])
-        counts = [shard.count for shard in self._shards]
-        is_compressed = any(shard.is_compressed for shard in self._shards)
         super().__init__(
-            "mds", "shard", files, counts, choice, samples_per_visit, is_compressed=is_compressed
+            MDSFormat(choice, samples_per_visit, check_hashes=check_hashes), url, storage_options
         )
-        self._hashes = tuple(_known_hash(files.shown, one) for one in self._shards) if check_hashes else ()
-
-    def _key(self, index: int) -> str:
-        return self._shards[index].key
-
-    def _decode(self, index: int, data: memoryview) -> dict[str, Any]:
-        return self._shards[index].layout.fields(data)
-
-    def _read_whole(
-        self, stream: Stream, visit: Visit, problems: Problems
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        if self._hashes:
-            _check_hash(*self._hashes[visit.index], stream)
-        inner = decompressed(stream, required=True) if self._shards[visit.index].is_compressed else stream
-        table = read_table(inner, visit.count, 0, visit.count)
-        return self._decoded(cut_items(inner, table, 0, problems), visit, problems)
 
 
 # --- the index ---------------------------------------------------------------------------------

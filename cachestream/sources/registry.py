@@ -1,25 +1,70 @@
-"""Formats of other packages: their sources and decoders, found through entry points.
+"""The formats that are there: modules of `cachestream.formats`, and those of other packages, found by entry points.
+
+A module there is a format by its own name: `format="tar"`. It holds one public subclass of FilesSource, or one of
+ArrayFile, which `ArraySource` reads windows of. Entry points are looked up once in a process, for what is not built
+in; a plug-in is imported when it is used.
 
 | group | name | object |
 |-|-|-|
 | `cachestream.sources` | of a format ("video"), or an ending (".mp4") | `fn(urls, **options) -> Source` |
 | `cachestream.decoders` | an ending (".flac") | `fn(data: bytes) -> value`, a dict for several fields |
-
-Names are looked up once in a process, for what is not built in; a plug-in is imported when it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import collection_paused
 from cachestream.errors import ConfigError
 
+if TYPE_CHECKING:
+    from cachestream.sources.array_windows import ArrayFile
+    from cachestream.sources.files_source import FilesSource
+
+_FORMATS: Final = "cachestream.formats"
 SOURCES: Final = "cachestream.sources"
 DECODERS: Final = "cachestream.decoders"
+
+
+# --- built in ----------------------------------------------------------------------------------
+
+
+@cache
+def _modules() -> Mapping[str, ModuleType]:
+    package = import_module(_FORMATS)
+    names = sorted(one.name for one in pkgutil.iter_modules(package.__path__) if one.name[0] != "_")
+    return {name: import_module(f"{_FORMATS}.{name}") for name in names}
+
+
+def _classes(attribute: str) -> dict[str, Any]:
+    """Return the class of each module that has an attribute of its own, by the name of the module."""
+    return {
+        name: one
+        for name, module in _modules().items()
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__ == module.__name__ and attribute in vars(one)
+    }
+
+
+@cache
+def file_sources() -> Mapping[str, type[FilesSource]]:
+    """Return the sources of files, by the names of their formats."""
+    return _classes("reads")
+
+
+@cache
+def array_files() -> Mapping[str, type[ArrayFile]]:
+    """Return the classes of arrays that can be read in windows, by the names of their formats."""
+    return _classes("array_endings")
+
+
+# --- of other packages -------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=2)

@@ -14,14 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import require
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url
-from cachestream.listing.patterns import TFRECORD_ENDINGS
-from cachestream.sources.base import Problems, Rows, in_own_context, one_by_one
-from cachestream.sources.decode.compression import DecompressedStream
-from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.decode.tf_example import (
+from cachestream.formats.tf_example import (
     ByRecord,
     Feature,
     FeatureFields,
@@ -31,10 +24,26 @@ from cachestream.sources.decode.tf_example import (
     parse_example,
     parse_examples,
 )
-from cachestream.sources.fields import Defaults
-from cachestream.sources.sample_files import CutFiles
-from cachestream.transport import object_limit
-from cachestream.transport.stream import Stream
+from cachestream.sources.api import (
+    ConfigError,
+    DecompressedStream,
+    Defaults,
+    File,
+    FilesSource,
+    Format,
+    ImageOptions,
+    Item,
+    Part,
+    Rows,
+    SampleError,
+    Size,
+    Skipped,
+    Stream,
+    TooLargeError,
+    Url,
+    check_object,
+    require,
+)
 
 MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
 TOGETHER_BYTES: Final = 512 << 10
@@ -49,7 +58,105 @@ Checksum = Callable[[bytes], int]
 _COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
-class TFRecordSource(CutFiles):
+class TFRecordFormat(Format):
+    """TFRecords of Examples: see `TFRecordSource` for the options."""
+
+    name = "tfrecords"
+    endings = tuple(
+        ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
+    )
+
+    def __init__(
+        self,
+        fields: FeatureFields,
+        compression: Literal["auto", "gzip", "zlib"] | None,
+        *,
+        check_crc: bool,
+        images: ImageOptions,
+    ) -> None:
+        if compression not in _COMPRESSIONS:
+            raise ConfigError(f"compression={compression!r}: give 'auto', 'gzip', 'zlib' or None")
+        self._fields, self.images = fields, images
+        self._compression, self._check_crc = compression, check_crc
+        load_messages()
+        if check_crc:
+            load_checksum()
+        options = {
+            "features": fields.kinds,
+            "decode_images": fields.decode_images,
+            "compression": None if compression == "auto" else str(compression),
+            "check_crc": check_crc,
+        }
+        self.identity = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+
+    @classmethod
+    def begins(cls, head: bytes) -> bool:
+        # A record's length in 8 bytes, its checksum in 4, and a message that begins with its field 1.
+        return head[4:8] == bytes(4) and head[12:13] == b"\n"
+
+    def can_cut(self, head: bytes) -> bool:
+        """Return whether the first record of a part is found: by its checksum, unless files are compressed."""
+        if not self._check_crc or self._compression not in ("auto", None):
+            return False
+        return len(head) >= HEAD_BYTES and find_record(head[:HEAD_BYTES], load_checksum()) == 0
+
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the records of a part in order, as `Rows` where small consecutive ones have the same shapes."""
+        for records in self._records(file, part):
+            if isinstance(records, Skipped):
+                yield records
+            else:
+                yield from self._samples(records)
+
+    def _records(self, file: File, part: Part) -> Iterator[Records | Skipped]:
+        checksum = load_checksum() if self._check_crc else None
+        if part.count == 1:
+            with file.stream() as stream:
+                yield from read_records(decompressed_records(stream, self._compression, checksum), checksum)
+            return
+        if checksum is None:
+            raise ConfigError(f"{file.where}: with check_crc=False a file can only be read whole")
+        begin, end = file.cut(part)
+        with file.stream_cut(begin, end + HEAD_BYTES) as stream:
+            if begin == 0 or seek_record(stream, end, checksum):
+                yield from read_records(stream, checksum, end)
+
+    def _samples(self, records: Records) -> Iterator[Item]:
+        """Yield the samples in `records`, as one `Rows` where all of them are alike."""
+        places, features = records.places, dict[str, ByRecord]()
+        try:
+            together = len(records) >= MANY and len(records.data) <= SHORT_BYTES * len(records)
+            found = parse_examples(records) if together else None
+        except ValueError:  # then those that can be parsed are taken
+            found = None
+        if found is not None:
+            features = found
+        else:
+            examples: dict[int, dict[str, Feature]] = {}
+            for place, record in zip(places, records, strict=True):
+                try:
+                    examples[place] = parse_example(record)
+                except ValueError as error:
+                    yield Skipped(f"record at byte {place}: {error}")
+            names = dict.fromkeys(name for example in examples.values() for name in example)
+            places = list(examples)
+            features = {name: [example.get(name) for example in examples.values()] for name in names}
+        columns = self._fields.columns(features) if len(places) > 1 else None
+        if columns is not None:
+            every: Any = places
+            yield Rows(every, columns)
+            return
+        for number, place in enumerate(places):
+            values = {name: column[number] for name, column in features.items()}
+            try:
+                sample = self._fields.sample({name: one for name, one in values.items() if one is not None})
+            except (ValueError, SampleError) as error:
+                yield Skipped(f"record at byte {place}: {error}")
+                continue
+            yield place, sample
+
+
+class TFRecordSource(FilesSource):
     """The `tf.train.Example`s in TFRecord files; a unit is a file, or a part of one.
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
@@ -79,6 +186,8 @@ class TFRecordSource(CutFiles):
     google-crc32c and protobuf: `pip install 'cachestream[tfrecord]'`.
     """
 
+    reads = TFRecordFormat
+
     def __init__(
         self,
         urls: Url | Iterable[Url],
@@ -92,100 +201,14 @@ class TFRecordSource(CutFiles):
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        defaults, images = Defaults(fields), ImageOptions(resize, crop)
-        if compression not in _COMPRESSIONS:
-            raise ConfigError(f"compression={compression!r}: give 'auto', 'gzip', 'zlib' or None")
-        kinds = None if features is None else checked_kinds(features)
-        self._fields = FeatureFields(kinds, defaults.values, images, decode_images=decode_images)
-        self._compression, self._check_crc = compression, check_crc
-        load_messages()
-        if check_crc:
-            load_checksum()
-        options = {
-            "features": kinds,
-            "decode_images": decode_images,
-            "compression": None if compression == "auto" else str(compression),
-            "check_crc": check_crc,
-        }
-        shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
-        files = FileList(urls, storage_options, owner="TFRecordSource", preferred=TFRECORD_ENDINGS)
-        super().__init__("tfrecords", files, shown, defaults, images)
-
-    def parts_for(self, limit_bytes: int) -> int:
-        """Return the number of parts to read each file in: see `DivisibleSource`."""
-        if not self._check_crc or self._compression not in ("auto", None):
-            return 1
-        return super().parts_for(limit_bytes)
-
-    def _can_cut(self, head: bytes) -> bool:
-        return len(head) >= HEAD_BYTES and find_record(head[:HEAD_BYTES], load_checksum()) == 0
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the records of a file in order. Raises as `Source.read`."""
-        return one_by_one(self.read_rows(unit, rng))
-
-    @in_own_context
-    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """Yield the same records, as `Rows` where small consecutive ones have the same shapes."""
-        index, part = self._locate(unit)
-        key, problems = self._files.key(index), Problems(self._files.where(index))
-        try:
-            for records in self._read(index, part, problems):
-                yield from self._defaults.fill_all(self._samples(records, key, problems))
-        except SampleError as error:
-            problems.add(str(error))
-        problems.raise_any()
-
-    def _read(self, index: int, part: int, problems: Problems) -> Iterator[Records]:
-        checksum = load_checksum() if self._check_crc else None
-        if self._num_parts == 1:
-            with self._open(index) as stream:
-                whole = decompressed_records(stream, self._compression, checksum)
-                yield from read_records(whole, checksum, problems)
-            return
-        if checksum is None:
-            where = self._files.where(index)
-            raise ConfigError(f"{where}: with check_crc=False a file can only be read whole")
-        begin, end, size_bytes = self._cut(index, part)
-        with self._open(index, begin, end + HEAD_BYTES) as stream:
-            if begin == 0 or seek_record(stream, end, checksum):
-                yield from read_records(stream, checksum, problems, end)
-            self._check_size(index, stream, size_bytes)
-
-    def _samples(
-        self, records: Records, key: str, problems: Problems
-    ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """Yield the samples in `records`, as one `Rows` where all of them are alike."""
-        places, features = _parsed(records, problems)
-        columns = self._fields.columns(features) if len(places) > 1 else None
-        if columns is not None:
-            yield Rows([f"{key}#{place}" for place in places], columns)
-            return
-        for number, place in enumerate(places):
-            found = {name: values[number] for name, values in features.items()}
-            try:
-                sample = self._fields.sample({name: one for name, one in found.items() if one is not None})
-            except (ValueError, SampleError) as error:
-                problems.add(f"record at byte {place}: {error}")
-                continue
-            yield f"{key}#{place}", sample
-
-
-def _parsed(records: Records, problems: Problems) -> tuple[list[int], dict[str, ByRecord]]:
-    """Return the places of the records that can be parsed, and their features by name."""
-    if len(records) >= MANY and len(records.data) <= SHORT_BYTES * len(records):
-        try:
-            return records.places, parse_examples(records)
-        except ValueError:  # then those that can be parsed are taken
-            pass
-    found: dict[int, dict[str, Feature]] = {}
-    for place, record in zip(records.places, records, strict=True):
-        try:
-            found[place] = parse_example(record)
-        except ValueError as error:
-            problems.add(f"record at byte {place}: {error}")
-    names = dict.fromkeys(name for features in found.values() for name in features)
-    return list(found), {name: [features.get(name) for features in found.values()] for name in names}
+        images, kinds = ImageOptions(resize, crop), None if features is None else checked_kinds(features)
+        converter = FeatureFields(kinds, Defaults(fields).values, images, decode_images=decode_images)
+        super().__init__(
+            TFRecordFormat(converter, compression, check_crc=check_crc, images=images),
+            urls,
+            storage_options,
+            fields,
+        )
 
 
 # --- the format --------------------------------------------------------------------------------
@@ -260,9 +283,9 @@ def seek_record(stream: Stream, end: int, checksum: Checksum) -> bool:
 
 
 def read_records(
-    stream: Stream, checksum: Checksum | None, problems: Problems, end: int | None = None
-) -> Iterator[Records]:
-    """Yield the undamaged records in order: small ones as they arrive together, others one by one.
+    stream: Stream, checksum: Checksum | None, end: int | None = None
+) -> Iterator[Records | Skipped]:
+    """Yield the undamaged records in order, small ones as they arrive together, others one by one; others as Skipped.
 
     The last one is the last that begins before byte `end`, if that is given.
     """
@@ -271,18 +294,17 @@ def read_records(
         ends = _record_ends(piece, len(piece) if end is None else end - offset)
         together = len(ends) > 1 and ends[-1] <= SMALL_BYTES * len(ends)
         if together:
-            whole = yield from _read_together(offset, piece, ends, checksum, problems)
+            whole = yield from _read_together(offset, piece, ends, checksum)
             piece = piece[ends[whole - 1] if whole else 0 :]
         stream.push_back(piece)
         # Also read the record that the piece ends in, or whose length is damaged.
         for _ in range(1 if together else len(ends) + 1):
             if end is not None and stream.position >= end:
                 return
-            record = _read_record(stream, checksum, problems)
+            record = _read_record(stream, checksum)
             if record is None:
                 return
-            if len(record):
-                yield record
+            yield record
 
 
 def _record_ends(piece: memoryview, stop: int) -> list[int]:
@@ -299,8 +321,8 @@ def _record_ends(piece: memoryview, stop: int) -> list[int]:
 
 
 def _read_together(
-    offset: int, piece: memoryview, ends: list[int], checksum: Checksum | None, problems: Problems
-) -> Generator[Records, None, int]:
+    offset: int, piece: memoryview, ends: list[int], checksum: Checksum | None
+) -> Generator[Records | Skipped, None, int]:
     """Yield the undamaged records of `piece`, which end at `ends`.
 
     Returns the number of records before the first damaged length.
@@ -321,7 +343,7 @@ def _read_together(
         if bad > first:
             yield Records(offset, data, starts[first:bad], stops[first:bad])
         if bad < whole:
-            problems.add(f"record at byte {offset + heads[bad]}: its checksum does not fit")
+            yield Skipped(f"record at byte {offset + heads[bad]}: its checksum does not fit")
         first = bad + 1
     return whole
 
@@ -334,39 +356,34 @@ def _crcs_match(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[
     return fits
 
 
-def _read_record(stream: Stream, checksum: Checksum | None, problems: Problems) -> Records | None:
-    """Read the next record; empty Records if it is damaged, None at the end of the readable data."""
+def _read_record(stream: Stream, checksum: Checksum | None) -> Records | Skipped | None:
+    """Read the next record; None at the end. Raises SampleError if nothing can be read from here on."""
     offset = stream.position
     name = f"record at byte {offset}"
     head = bytes(stream.read(HEAD_BYTES))
     if not head:
         return None
     if len(head) < HEAD_BYTES:
-        problems.add(f"{name}: the file ends in the middle of its length")
-        return None
+        raise SampleError(f"{name}: the file ends in the middle of its length")
     length, length_crc = _HEAD.unpack(head)
     if checksum is not None and _masked(checksum(head[:8])) != length_crc:
-        problems.add(
+        raise SampleError(
             f"{name}: the checksum of its length does not fit: this is no TFRecord, or damaged from here on"
         )
-        return None
     if length > MAX_RECORD_BYTES:
-        problems.add(f"{name}: a length of {length} bytes: this is no TFRecord, or damaged from here on")
-        return None
+        raise SampleError(f"{name}: a length of {length} bytes: this is no TFRecord, or damaged from here on")
     try:
-        object_limit.check(length)
-    except object_limit.TooLargeError as error:
-        problems.add(f"{name}: {error}")
-        whole = length + _TAIL_BYTES
-        return Records(offset, b"", [], []) if stream.skip(whole) == whole else None
+        check_object(length)
+    except TooLargeError as error:
+        if stream.skip(length + _TAIL_BYTES) < length + _TAIL_BYTES:
+            raise SampleError(f"{name}: {error}") from error
+        return Skipped(f"{name}: {error}")
     record = bytes(stream.read(length))
     tail = bytes(stream.read(_TAIL_BYTES))
     if len(tail) < _TAIL_BYTES:
-        problems.add(f"{name}: the file ends in the middle of it")
-        return None
+        raise SampleError(f"{name}: the file ends in the middle of it")
     if checksum is not None and _masked(checksum(record)) != int.from_bytes(tail, "little"):
-        problems.add(f"{name}: its checksum does not fit")
-        return Records(offset, b"", [], [])
+        return Skipped(f"{name}: its checksum does not fit")
     return Records(offset + HEAD_BYTES, record, [0], [length])
 
 

@@ -9,10 +9,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from cachestream.transport import object_limit
-from cachestream.transport.backends import Span
-from cachestream.transport.file_objects import SeekableFile
-from cachestream.transport.remote_object import RemoteObject
+from cachestream.sources.api import RemoteObject, SeekableFile, Span, check_object
 
 # Pages hold many values, and no writer makes them larger unless a value is: smaller ones are always read.
 LEAST_LIMIT_BYTES: Final = 64 << 20
@@ -69,7 +66,7 @@ class PagedFile(SeekableFile):
                 break
             unpacked = _number(header[0], _UNPACKED)
             if unpacked > LEAST_LIMIT_BYTES:
-                object_limit.check(unpacked)
+                check_object(unpacked)
             chunk[0] = at + header[1] + max(0, _number(header[0], _PACKED))
         return data
 

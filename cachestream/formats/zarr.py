@@ -22,11 +22,20 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.asyn import AsyncFileSystem
 
-from cachestream.config import require
-from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
-from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import classify, map_errors
-from cachestream.transport.remote_object import RemoteObject, fetch, patiently
+from cachestream.sources.api import (
+    ArrayFile,
+    CacheStreamError,
+    ConfigError,
+    Remote,
+    RemoteObject,
+    SampleError,
+    SourceError,
+    classify,
+    fetch,
+    map_errors,
+    patiently,
+    require,
+)
 
 logger = logging.getLogger("cachestream")
 
@@ -151,7 +160,7 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
 # --- the array ---------------------------------------------------------------------------------
 
 
-class ZarrArray:
+class ZarrArray(ArrayFile):
     """A Zarr array, of which the metadata and then the chunks (or parts of shards) of each window are read.
 
     Thread-safe, fork-safe and picklable. A missing chunk holds the fill value, as the format defines; so does
@@ -159,7 +168,10 @@ class ZarrArray:
     Raises SampleError for malformed data, and otherwise as `map_errors`.
     """
 
-    def __init__(self, remote: Remote, path: str, shown: str) -> None:
+    array_endings = (".zarr",)
+    is_folder = True
+
+    def __init__(self, remote: Remote, path: str, shown: str, dataset: str | None) -> None:
         zarr_library()
         self._remote, self._path, self.shown = remote, path.rstrip("/"), shown
         self._metadata = self._read_metadata()

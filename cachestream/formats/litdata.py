@@ -7,6 +7,7 @@ are little-endian unless said otherwise.)
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,36 +16,45 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import require
-from cachestream.errors import CacheStreamError, ConfigError, SampleError
-from cachestream.listing.file_list import Url
-from cachestream.sources.base import Problems
-from cachestream.sources.decode.arrow import Columns, load_arrow
-from cachestream.sources.decode.compression import decompressed
-from cachestream.sources.decode.images import ImageOptions, Size, decode_image
-from cachestream.sources.decode.table_columns import ColumnOptions, usable_rows
-from cachestream.sources.decode.values import json_field
-from cachestream.sources.fields import check_columns
-from cachestream.sources.peers.index import (
+from cachestream.formats.indexed import (
     FieldChoice,
+    IndexedFormat,
     IndexedSource,
     ItemLayout,
     Items,
     Reader,
-    Visit,
     as_count,
     as_mapping,
     cut_items,
     files_beside,
-    open_index,
     pickled_error,
-    read_index,
     read_table,
     unknown_error,
 )
-from cachestream.sources.peers.mds import decode_images, decode_pil, decode_text
-from cachestream.sources.user_code import call_decoder
-from cachestream.transport.stream import Stream
+from cachestream.formats.mds import decode_images, decode_pil, decode_text
+from cachestream.sources.api import (
+    CacheStreamError,
+    ColumnOptions,
+    Columns,
+    ConfigError,
+    File,
+    FileList,
+    ImageOptions,
+    Item,
+    SampleError,
+    Size,
+    Skipped,
+    Stream,
+    Url,
+    call_decoder,
+    check_columns,
+    decode_image,
+    decompressed,
+    json_field,
+    load_arrow,
+    require,
+    usable_rows,
+)
 
 _FRAMED: Final = b"LDFZ01\0\0"
 _FRAMED_HEAD: Final = struct.Struct("<8sHHIII")
@@ -73,6 +83,98 @@ _PICKLES: Final = ("pickle", "graph")
 Container = Literal["dict", "tuple", "bare"]
 
 
+class LitDataFormat(IndexedFormat):
+    """Chunks of LitData: see `LitDataSource` for the options."""
+
+    name = "litdata"
+    file_names = re.compile(r"chunk-.*\.bin")
+    nouns = ("chunk", "visit")
+
+    def _read_whole(self, stream: Stream, file: File, count: int) -> Iterator[Item]:
+        if self._compression_unit == "batch":
+            return self._decoded(_framed(stream, count), file)
+        inner = decompressed(stream, required=True) if self._compression_unit == "chunk" else stream
+        table = read_table(inner, count, 0, count)
+        if self._has_sizes and table[0] == table[-1]:
+            return self._rows(inner.read_whole(), count)
+        return self._decoded(cut_items(inner, table, 0), file)
+
+    def _decode(self, file: File, data: memoryview) -> Any:
+        layout = self._layout
+        if not self._has_sizes:
+            found = layout.only_field(data)
+        elif len(data):
+            found = layout.fields(data)
+        else:
+            raise SampleError(
+                "it is a row of an Arrow table, which is read whole: leave out samples_per_visit"
+            )
+        if not found:
+            raise SampleError(
+                f"none of the chosen fields is there; there are {', '.join(layout.names)[:300]}"
+            )
+        if self._container == "dict" or self._choice.columns is not None:
+            return found
+        return tuple(found.values()) if self._container == "tuple" else found["0"]
+
+    def _rows(self, data: memoryview, count: int) -> Iterator[Item]:
+        """Yield the rows of a chunk that holds an Arrow table in place of items."""
+        for item in _arrow_rows(data, self._choice.images, count):
+            if isinstance(item, Skipped):
+                yield item
+                continue
+            number, row = item
+            for name in self._choice.names:
+                if name not in row:
+                    raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
+            try:
+                for name, decoder in self._choice.decoders.items():
+                    if isinstance(row[name], bytes):
+                        row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
+            except SampleError as error:
+                yield Skipped(f"sample {number}: {error}")
+                continue
+            columns = self._choice.columns
+            yield number, row if columns is None else {name: row[name] for name in columns}
+
+    # --- the index
+
+    def files_of(self, index: FileList, content: Mapping[str, Any]) -> FileList:
+        """Return the chunks that hold samples; set the compression and the layout of all chunks."""
+        if not isinstance(content.get("chunks"), list) or "config" not in content:
+            raise ValueError("no chunks and config of LitData's; is this another data set's?")
+        config = as_mapping(content["config"], "config")
+        _check_kind(config)
+        chunks = [as_mapping(one, "a chunk") for one in content["chunks"]]
+        self._compression_unit = _compression_unit(config)
+        # The sizes of leaves stand before them; the only leaf of a TokensLoader's item has none.
+        self._has_sizes = config.get("item_loader") != "TokensLoader"
+        self._container, self._layout = self._new_layout(config)
+        self.is_compressed = self._compression_unit != "none"
+        chunks = [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
+        self.counts = np.array([one["chunk_size"] for one in chunks], np.int64)
+        return files_beside(index, [one["filename"] for one in chunks])
+
+    def _new_layout(self, config: Mapping[str, Any]) -> tuple[Container, ItemLayout]:
+        formats, spec = config["data_format"], config.get("data_spec")
+        if not isinstance(formats, list) or not 0 < len(formats) <= MAX_LEAVES:
+            raise ValueError("data_format is no list of leaves")
+        if not all(isinstance(one, str) for one in formats) or not isinstance(spec, str | None):
+            raise ValueError("data_format or data_spec, which are no texts")
+        container, names = leaf_names(spec, len(formats))
+        known = set(names)
+        # The chunks may hold Arrow rows. Below the top level, their names are not those in the index.
+        if all(one in _JSON_FORMATS for one in formats):
+            tops = {name.partition(".")[0] for name in names}
+            known.update(name for name in self._choice.names if name.partition(".")[0] in tops)
+        for name in self._choice.names:
+            if name not in known:
+                raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
+        readers = self._choice.readers(names, formats, partial(leaf_reader, self._choice.images))
+        sizes = (0,) * len(names)
+        return container, ItemLayout(names, tuple(formats), sizes, readers, ("field", "leaf", "leaves"))
+
+
 class LitDataSource(IndexedSource):
     """The samples of a LitData set, as `litdata.optimize` writes them; a unit is a chunk.
 
@@ -96,6 +198,8 @@ class LitDataSource(IndexedSource):
     read, and the errors of `FileSource` otherwise.
     """
 
+    reads = LitDataFormat
+
     def __init__(
         self,
         url: Url,
@@ -108,93 +212,8 @@ class LitDataSource(IndexedSource):
         crop: Size | None = None,
     ) -> None:
         check_columns(columns)
-        self._choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
-        index = open_index(url, storage_options, "LitDataSource")
-        with read_index(index) as content:
-            chunks = self._read_index(content)
-            files = files_beside(index, [one["filename"] for one in chunks])
-        counts = [one["chunk_size"] for one in chunks]
-        is_compressed = self._compression_unit != "none"
-        super().__init__(
-            "litdata", "chunk", files, counts, self._choice, samples_per_visit, is_compressed=is_compressed
-        )
-
-    def _read_whole(self, stream: Stream, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        if self._compression_unit == "batch":
-            return self._decoded(_framed(stream, visit.count, problems), visit, problems)
-        inner = decompressed(stream, required=True) if self._compression_unit == "chunk" else stream
-        table = read_table(inner, visit.count, 0, visit.count)
-        if self._has_sizes and table[0] == table[-1]:
-            return self._rows(inner.read_whole(), visit.count, problems)
-        return self._decoded(cut_items(inner, table, 0, problems), visit, problems)
-
-    def _decode(self, _index: int, data: memoryview) -> Any:
-        layout = self._layout
-        if not self._has_sizes:
-            found = layout.only_field(data)
-        elif len(data):
-            found = layout.fields(data)
-        else:
-            raise SampleError(
-                "it is a row of an Arrow table, which is read whole: leave out samples_per_visit"
-            )
-        if not found:
-            raise SampleError(
-                f"none of the chosen fields is there; there are {', '.join(layout.names)[:300]}"
-            )
-        if self._container == "dict" or self._choice.columns is not None:
-            return found
-        return tuple(found.values()) if self._container == "tuple" else found["0"]
-
-    def _rows(self, data: memoryview, count: int, problems: Problems) -> Iterator[tuple[int, Any]]:
-        """Yield the rows of a chunk that holds an Arrow table in place of items."""
-        for number, row in _arrow_rows(data, self._choice.images, count, problems):
-            for name in self._choice.names:
-                if name not in row:
-                    raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
-            try:
-                for name, decoder in self._choice.decoders.items():
-                    if isinstance(row[name], bytes):
-                        row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
-            except SampleError as error:
-                problems.add(f"sample {number}: {error}")
-                continue
-            columns = self._choice.columns
-            yield number, row if columns is None else {name: row[name] for name in columns}
-
-    # --- the index
-
-    def _read_index(self, index: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the chunks that hold samples; set the compression and the layout of all chunks."""
-        if not isinstance(index.get("chunks"), list) or "config" not in index:
-            raise ValueError("no chunks and config of LitData's; is this another data set's?")
-        config = as_mapping(index["config"], "config")
-        _check_kind(config)
-        chunks = [as_mapping(one, "a chunk") for one in index["chunks"]]
-        self._compression_unit = _compression_unit(config)
-        # The sizes of leaves stand before them; the only leaf of a TokensLoader's item has none.
-        self._has_sizes = config.get("item_loader") != "TokensLoader"
-        self._container, self._layout = self._new_layout(config)
-        return [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
-
-    def _new_layout(self, config: Mapping[str, Any]) -> tuple[Container, ItemLayout]:
-        formats, spec = config["data_format"], config.get("data_spec")
-        if not isinstance(formats, list) or not 0 < len(formats) <= MAX_LEAVES:
-            raise ValueError("data_format is no list of leaves")
-        if not all(isinstance(one, str) for one in formats) or not isinstance(spec, str | None):
-            raise ValueError("data_format or data_spec, which are no texts")
-        container, names = leaf_names(spec, len(formats))
-        known = set(names)
-        # The chunks may hold Arrow rows. Below the top level, their names are not those in the index.
-        if all(one in _JSON_FORMATS for one in formats):
-            tops = {name.partition(".")[0] for name in names}
-            known.update(name for name in self._choice.names if name.partition(".")[0] in tops)
-        for name in self._choice.names:
-            if name not in known:
-                raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
-        readers = self._choice.readers(names, formats, partial(leaf_reader, self._choice.images))
-        sizes = (0,) * len(names)
-        return container, ItemLayout(names, tuple(formats), sizes, readers, ("field", "leaf", "leaves"))
+        choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
+        super().__init__(LitDataFormat(choice, samples_per_visit), url, storage_options)
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
@@ -225,7 +244,7 @@ def _compression_unit(config: Mapping[str, Any]) -> str:
 # --- chunks ------------------------------------------------------------------------------------
 
 
-def _framed(stream: Stream, count: int, problems: Problems) -> Items:
+def _framed(stream: Stream, count: int) -> Items:
     """Return the items of a chunk in consecutive zstd frames, each of several items."""
     head = stream.read(_FRAMED_HEAD.size)
     if len(head) < _FRAMED_HEAD.size:
@@ -243,14 +262,13 @@ def _framed(stream: Stream, count: int, problems: Problems) -> Items:
         if offset != begin:
             raise SampleError(f"{stream.where}: its frames do not follow one another: it is damaged")
         begin += packed_bytes
-    return cut_items(
-        decompressed(stream, required=True), np.frombuffer(words, "<u4").astype(np.int64), 0, problems
-    )
+    table = np.frombuffer(words, "<u4").astype(np.int64)
+    return cut_items(decompressed(stream, required=True), table, 0)
 
 
 def _arrow_rows(
-    data: memoryview, images: ImageOptions, count: int, problems: Problems
-) -> Iterator[tuple[int, dict[str, Any]]]:
+    data: memoryview, images: ImageOptions, count: int
+) -> Iterator[tuple[int, dict[str, Any]] | Skipped]:
     """Yield the usable rows of the table at the end of a chunk. Raises SampleError if it is malformed."""
     try:
         arrow, ipc = load_arrow(), require("pyarrow.ipc", "parquet", "the Arrow tables of LitData")
@@ -268,8 +286,7 @@ def _arrow_rows(
         for batch in batches:
             batch.validate(full=True)
             columns = Columns(arrow, batch.schema, ColumnOptions(images=images))
-            for row, sample in usable_rows(*columns.fields(batch), first, problems, "sample"):
-                yield first + row, sample
+            yield from usable_rows(*columns.fields(batch), first, "sample")
             first += batch.num_rows
     except CacheStreamError as error:
         raise SampleError(str(error)) from error
