@@ -17,6 +17,7 @@ from cachestream.errors import EpochError
 from cachestream.training.position import Position
 from cachestream.training.ranks import find_job, is_initialized
 from cachestream.training.threads import check_process
+from cachestream.training.window import LateError
 
 if TYPE_CHECKING:
     from cachestream.storage.telemetry import LoaderStats
@@ -153,6 +154,8 @@ class Batches(Iterator[Any]):
                 counts.batches += 1
                 counts.wait_s += wait_s
                 self._meter.last_s = self._meter.clock()
+                if self._meter.last_s >= self._meter.report_at_s:
+                    self._meter.report()
             finally:
                 self._lock.release()
         except BaseException as error:
@@ -224,8 +227,6 @@ class Epochs:
             tracing.add("wait", end_s - wait_s, end_s, epoch=iteration.epoch)
         if segment is not iteration.segment:
             self._enter_segment(iteration, segment, wait_s)
-        if self.meter.last_s >= self.meter.report_at_s:
-            self.meter.report()
 
     def _enter_segment(self, iteration: Iteration, segment: Segment, wait_s: float) -> None:
         """Move into `segment`, whose first batch has come."""
@@ -251,8 +252,8 @@ class Epochs:
         self.meter.add_gap(wait_s)
 
     def fail(self, iteration: Iteration, error: BaseException) -> None:
-        """Fail on KeyboardInterrupt, or before the first batch."""
-        if isinstance(error, Exception) and iteration.segment is not None:
+        """Fail on KeyboardInterrupt, or before the first batch unless that is only late."""
+        if isinstance(error, LateError) or (isinstance(error, Exception) and iteration.segment is not None):
             return
         iteration.stage, iteration.failure = Stage.FAILED, f"{type(error).__name__}: {error}"
 

@@ -36,6 +36,10 @@ _LEAST_AHEAD_S: Final = 1.0
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
 
+class LateError(EpochError):
+    """A batch did not come within `timeout_s`: it can be asked for again."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
     """The position that a segment is to be prepared from, until `cancelled` is set.
@@ -383,9 +387,11 @@ class Window:
             return EpochError(CLOSED)
         if task is not None and not task.is_wanted:
             return EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
-        what = "the next epoch is not prepared" if task is None else f"batch {task.first + 1} is not gathered"
+        what = "the next epoch is not prepared"
+        if task is not None:
+            what = f"gathering epoch {epoch}, batch {task.first + 1}"
         waiting = sum(len(task.batches) for task in self._tasks if task.done is not None and task.done.is_set)
-        return EpochError(
+        return LateError(
             f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): {what}; {waiting} batches after it are. Is the disk "
             "hanging, or the batch_transform?"
         )

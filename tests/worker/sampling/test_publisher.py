@@ -119,7 +119,7 @@ def cache(tmp_path: Path) -> Any:
         tables.insert_pass(plan.to_json(), UNITS, 0)
     yield cache
     with cache.catalogue.reading() as tables:
-        assert tables.reservations() == []
+        assert tables.unfinished() == []
     assert cache.verify().ok
     cache.close()
 
