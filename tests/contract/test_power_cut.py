@@ -60,7 +60,7 @@ def lose_what_is_unwritten(path: Path, before: Path, draw: random.Random) -> Non
         if way == "gone":
             file.unlink()
             continue
-        file.write_bytes({"tail": data[: draw.randrange(len(data) + 1)], "empty": b""}.get(way, data))
+        file.write_bytes(bytes({"tail": data[: draw.randrange(len(data) + 1)], "empty": b""}.get(way, data)))
     for name in ("catalogue.sqlite", "catalogue.sqlite-journal"):
         new, old = (folder / name for folder in (path, before))
         if not (new.exists() and old.exists()):

@@ -202,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
     def quarantine(self, data: st.DataObject) -> None:
         with self.caches[0].catalogue.reading() as tables:
             shard_id = data.draw(st.sampled_from(sorted(tables.shard_ids())))
-            row = tables.shard(shard_id)
+            row = next((row for row in tables.shards() if row.id == shard_id), None)
         assert row is not None
         self.caches[1].quarantine(shard_id, "x: broken")
         self.set_aside += row.num_samples

@@ -87,7 +87,12 @@ def test_a_process_that_does_not_read_holds_up_nobody_and_gets_all_of_it_later(
     assert [(kind, number, len(data)) for kind, number, data in process.heard] == [
         ("large", number, len(large)) for number in range(5)
     ]
-    wait_until(lambda: channel.flush() or not channel.is_blocked, "nothing waits any more")
+
+    def waits_no_more() -> bool:
+        channel.flush()
+        return not channel.is_blocked
+
+    wait_until(waits_no_more, "nothing waits any more")
 
 
 def test_each_question_gets_its_own_answer_in_whatever_order_they_are_answered(

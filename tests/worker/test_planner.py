@@ -90,12 +90,10 @@ def test_each_unit_is_handed_out_once_and_those_of_a_process_that_ends_go_to_ano
     assert [unit.first for unit in filling.planner._wanted_units([(3, 7)])] == [7]
     rest = filling.take(2, 100)
     assert rest == [4, *range(10, UNITS)]
-    assert filling.planner.is_open
-    assert filling.planner.is_handed_out
+    assert (filling.planner.is_open, filling.planner.is_handed_out) == (True, True)
     for owner, positions in ((1, [1, 3, 5, 6, 7, 8, 9]), (2, rest)):
         filling.finish(owner, *positions)
-    assert not filling.planner.is_open
-    assert filling.planner.row.is_done
+    assert (filling.planner.is_open, filling.planner.row.is_done) == (False, True)
 
 
 def test_a_unit_that_was_begun_goes_on_from_where_it_was(filling: Filling) -> None:
@@ -157,12 +155,12 @@ def test_a_suspect_is_read_by_a_process_that_reads_nothing_beside_it(filling: Fi
     assert filling.take(1, 4) == [1, 6, 7, 8], "no suspects"
     assert filling.take(1, UNITS) == list(range(9, UNITS))
     assert filling.take(1) == []
-    assert planner.wants_idle, "it is to publish what it has first"
+    assert [planner.wants_idle] == [True], "it is to publish what it has first"
     taken = planner.take(0, 5)
     assert taken is not None
     assert (taken.alone, [unit.position for unit in taken.units]) == (True, [0])
     assert filling.take(0) == [], "nothing beside it"
-    assert not planner.wants_idle
+    assert [planner.wants_idle] == [False]
     filling.finish(0, 0)
     assert [suspect.position for suspect in planner.row.suspects] == [2], "it was read without a crash"
     assert filling.take(0) == [2]
@@ -246,7 +244,7 @@ def test_a_pass_grows_by_what_is_listed_and_what_is_cached_of_it_stays_passed_ov
 
     assert take() == [3]
     assert take() == []
-    assert not planner.is_handed_out, "the listing goes on"
+    assert [planner.is_handed_out] == [False], "the listing goes on"
     writer.add(names[4:], is_complete=True)
     writer.close()
     assert take() == [4, 5]

@@ -159,7 +159,7 @@ TestPositions = Positions.TestCase
 
 def test_all_positions_of_a_pass_come_in_order_and_once() -> None:
     queue = PositionQueue(0, 1000)
-    taken = []
+    taken: list[tuple[int, int]] = []
     while some := queue.take(len(taken) % 3, 7):
         taken += some
     assert taken == [(position, 0) for position in range(1000)]

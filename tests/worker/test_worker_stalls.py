@@ -19,11 +19,9 @@ from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit_reader import (
     LONGEST_PAUSE_S,
     FetchMeter,
-    Stall,
-    Unit,
-    UnitRead,
     UnitReader,
 )
+from cachestream.worker.units import Stall, Unit, UnitRead
 from tests.support.unruly import run_unruly_server
 from tests.worker.sources import Mute, Numbers
 from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, sampling_pids, wait_until

@@ -98,7 +98,12 @@ def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]
 def next_of(fetcher: Fetcher) -> Delivery:
     """The next delivery, waited for as a sampling process does."""
     found: list[Delivery] = []
-    wait_until(lambda: found or found.extend(filter(None, [fetcher.next(0.25)])) or found, "something comes")
+
+    def has_come() -> bool:
+        found.extend(filter(None, [fetcher.next(0.25)]))
+        return bool(found)
+
+    wait_until(has_come, "something comes")
     return found[0]
 
 

@@ -21,6 +21,7 @@ from cachestream.errors import SampleError
 from cachestream.schema import Span
 from cachestream.storage.os_errors import DiskFailedError
 from cachestream.storage.progress import OpenRange, PassRow
+from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
 from cachestream.worker.channel import Channel, SupervisorLink
 from cachestream.worker.job import Job, Packed
@@ -247,7 +248,7 @@ def test_progress_without_samples_is_committed_by_itself(cache: Cache, process: 
 def test_a_disk_that_fails_is_tried_again_and_what_was_reserved_is_given_back(
     cache: Cache, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, failed = publisher_module.write_shard, []
+    real, failed = write_shard, list[Any]()
 
     def write(*arguments: Any) -> Any:
         if len(failed) < 3:
@@ -268,7 +269,7 @@ def test_a_disk_that_fails_is_tried_again_and_what_was_reserved_is_given_back(
 def test_a_process_that_ends_leaves_none_of_what_it_was_writing(
     cache: Cache, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, is_written = publisher_module.write_shard, threading.Event()
+    real, is_written = write_shard, threading.Event()
 
     def write(*arguments: Any) -> Any:
         real(*arguments)

@@ -17,7 +17,8 @@ from cachestream.storage.telemetry import private_slot
 from cachestream.transport import metering
 from cachestream.worker.order import END, Offsets, PassPlan, is_covered
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.unit_reader import FetchMeter, Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
+from cachestream.worker.units import Unit, UnitRead
 
 SAMPLES = 12
 RANGES = st.lists(
