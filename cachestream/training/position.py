@@ -88,8 +88,6 @@ class Position:
             if epoch < 0 or done < 0 or first_step < 0:
                 raise ValueError(f"epoch {epoch}, batch {done}")
             if segment is None:
-                if state["version"] == _VERSION and state["orders"] is not None:
-                    raise ValueError("orders of no segment")
                 if done:
                     raise ConfigError(
                         f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from is missing; "

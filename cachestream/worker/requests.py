@@ -204,8 +204,8 @@ class Requests:
         if is_published:
             planner.failures.clear()
             planner.is_dirty, self._recorded_s = False, time.monotonic()
-            if publication.shards and not self.status.has_samples:
-                self.look_at_cache()
+            if publication.shards and (not self.status.has_samples or self.status.holdout is not None):
+                self.look_at_cache()  # before the process begins another shard
         return is_published
 
     # --- what is done between messages

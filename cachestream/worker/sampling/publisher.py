@@ -243,6 +243,7 @@ class BackgroundPublisher:
         begun_s = time.monotonic()
         assert shard.row is not None
         if self._gave_up:
+            shard.clear()
             return  # the process is to stop: another one reads these samples again
         spans = shard.progress.spans
         fill = {"source": self._job.fingerprint, "plan": shard.row.plan, "length": shard.row.length}
@@ -254,6 +255,7 @@ class BackgroundPublisher:
         try:
             if not self._put(contents, shard):
                 self._gave_up = True
+                shard.clear()
                 return
         except SchemaMismatchError as error:
             # The samples of this shard do not fit; those that were skipped because of them may fit.
