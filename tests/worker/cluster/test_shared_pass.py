@@ -112,7 +112,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
         shared.requests.has_ended(SHARING)
         shared.requests.release()
         with cache.catalogue.reading() as tables:
-            assert tables.reservations() == []
+            assert tables.unfinished() == []
         assert not [name for name in os.listdir(cache.directory.shards) if name.endswith(".tmp")]
         vars(shared).clear()
 
