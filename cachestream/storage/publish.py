@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
-from cachestream.schema import Schema, Span
+from cachestream.schema import IntArray, Schema, Span
 from cachestream.shard_format import ShardContent, encode_header
 from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes
 from cachestream.storage.os_errors import translated_disk_errors
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cachestream.storage.reservations import Reservations
     from cachestream.storage.tables import Tables
 
+SpansOf = Callable[[int], IntArray]  # of the live shards of a pass, int64 `[n, 4]`; see `Tables.spans_of`
 _PIECE_BYTES: Final = 8 << 20
 _ENTERED: Final = ("part", "holdout", "held_out", "transform")  # of a shard's `fill`, what its row records
 
@@ -165,12 +166,12 @@ class Publisher:
         progress: Progress,
         *,
         decided: Schema | None = None,
-        only_if: Callable[[Tables], bool] | None = None,
+        only_if: Callable[[SpansOf], bool] | None = None,
     ) -> bool:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
 
-        `only_if` is called in the transaction: nothing is published if it returns False, and the reservations
-        are cancelled, as after an error. `decided`: see `Tables.admit_schema`. Raises SchemaMismatchError when
+        `only_if` is called in the transaction, with what the cache holds: nothing is published if it returns
+        False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`. Raises SchemaMismatchError when
         the cache holds other samples.
         """
         try:
@@ -180,7 +181,7 @@ class Publisher:
                         self._directory.temporary_shard(shard.id), shard_path(self._directory.root, shard.id)
                     )
             with self._transaction() as tables:
-                is_wanted = only_if is None or only_if(tables)
+                is_wanted = only_if is None or only_if(tables.spans_of)
                 if is_wanted:
                     self._enter(tables, shards, pass_id, spans, decided)
                     _record(tables, progress)

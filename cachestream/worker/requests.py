@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, ConfigError, WorkerError
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
-from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher, Reserved
+from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher, Reserved, SpansOf
 from cachestream.storage.reservations import Owner
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import NO_SPACE, Board, board_text
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cachestream.schema import Schema
     from cachestream.storage.cache import Cache
     from cachestream.storage.progress import Suspect
-    from cachestream.storage.tables import Tables
 
 _SPACE_WAITS_S: Final = (0.02, 1.0)  # the first and the longest pause before space is looked for again
 _STATUS_S: Final = 1.0
@@ -181,7 +180,7 @@ class Requests:
         self,
         process: int,
         publication: Publication,
-        only_if: Callable[[Tables], bool] | None = None,
+        only_if: Callable[[SpansOf], bool] | None = None,
     ) -> bool:
         """Publish what a process has written, with its progress; see `Publisher.commit`."""
         planner = self._planner

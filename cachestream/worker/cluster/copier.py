@@ -25,7 +25,7 @@ from cachestream.storage.publish import Reserved, write_shard
 from cachestream.storage.telemetry import FETCHING, NO_SPACE, Board
 from cachestream.worker.cached_units import held_elsewhere, positions_in, positions_of
 from cachestream.worker.channel import SupervisorLink
-from cachestream.worker.cluster.directory import Copy, Range
+from cachestream.worker.cluster.directory import Copy
 from cachestream.worker.job import Job
 from cachestream.worker.messages import Import, Publication, SharedPass
 from cachestream.worker.order import PassPlan
@@ -75,14 +75,9 @@ class Copier:
         for fetch in self._fetches.values():
             self._cancel(fetch)
 
-    def want(
-        self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str, making: Sequence[Range]
-    ) -> None:
-        """Copy `copies` from `servers` from now on, and nothing of the positions `making` of the pass `plan`."""
-        for ref in [ref for ref, fetch in self._fetches.items() if fetch.copy.touches(plan, making)]:
-            self._cancel(self._fetches.pop(ref))  # it would come for nothing
-        self._wanted = [copy for copy in copies if not copy.touches(plan, making)]
-        self._servers, self._plan = servers, plan
+    def want(self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str) -> None:
+        """Copy `copies` from `servers` from now on; `plan` is that of the current pass."""
+        self._wanted, self._servers, self._plan = list(copies), servers, plan
         if not self._wanted:
             self._slot["state"] = FETCHING
 

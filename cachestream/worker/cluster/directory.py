@@ -83,12 +83,6 @@ class Copy:
     spans: tuple[Span, ...]
     holders: tuple[tuple[str, int], ...]
 
-    def touches(self, plan: str, ranges: Iterable[Range]) -> bool:
-        """True if the shard has samples of positions in `ranges` of the pass with this plan."""
-        return plan == self.plan and overlap(
-            self.spans, [Span((start, 0), (stop, 0)) for start, stop in ranges]
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -273,45 +267,46 @@ class GroupDirectory:
             for block, since_s in one.making.items():
                 made_since_s[block] = max(since_s, made_since_s.get(block, since_s))
         waiting = member.undecided - member.making.keys()
-        done, free, wanted = list[int](), list[int](), list[HeldShard]()
+        done, free, wanted = list[int](), list[int](), dict[str, HeldShard]()
         for block in sorted(member.undecided):
-            if covers(member.held, *blocks.range_of(block)):
+            others = blocks.shards[block] - member.shards - member.refused
+            if blocks.shards[block] and covers(member.held, *blocks.range_of(block)):
                 done.append(block)
-            elif found := self._copies_of(block, member, waiting):
-                wanted += found
+            elif others and len(wanted) >= _COPIES:
+                pass  # enough for one answer
+            elif found := self._copies_of(others, member, waiting):
+                wanted |= {shard.content: shard for shard in found}
             elif block not in made_since_s:
                 free.append(block)
         # A cache that joins makes nothing before it has what the others hold.
         earlier = self._earlier(member)
         given: list[int] = []
         if not earlier and now_s >= self._give_at_s:
-            new = [block for block in free if all(block in one.undecided for one in peers)]
-            lost = [block for block in free if block not in set(new)]
-            given = self._give(member, new, lost, _late(member, made_since_s, now_s))
+            new = set(free).intersection(*(one.undecided for one in peers))
+            lost = [block for block in free if block not in new]
+            given = self._give(member, sorted(new), lost, _late(member, made_since_s, now_s))
         member.making |= dict.fromkeys(given, now_s)
         return Answer(
             _joined(map(blocks.range_of, given)),
             _joined(map(blocks.range_of, done)),
-            self._copies(member, wanted, earlier),
+            self._copies(wanted.values(), earlier),
             ordinal=max(PassPlan.from_json(one.report.plan).ordinal for one in self._members.values()),
             num_members=len(self._members),
         )
 
-    def _copies_of(self, block: int, member: _Member, waiting: set[int]) -> list[HeldShard]:
-        """The shards with samples of `block` that the cache could copy: it is `waiting` for all blocks of each.
+    def _copies_of(self, contents: set[str], member: _Member, waiting: set[int]) -> list[HeldShard]:
+        """The shards among `contents` that the cache could copy: it is `waiting` for all blocks of each.
 
         Whole shards come before parts. Where samples were made twice, the shards of one cache come first:
         those of several would leave gaps.
         """
-        blocks = member.blocks
-        found = (self._shards[one] for one in blocks.shards[block] - member.refused - member.shards)
+        found = [
+            shard
+            for shard in map(self._shards.__getitem__, contents)
+            if member.blocks.of_spans(shard.spans) <= waiting and not overlap(member.held, shard.spans)
+        ]
         return sorted(
-            (
-                shard
-                for shard in found
-                if blocks.of_spans(shard.spans) <= waiting and not overlap(member.held, shard.spans)
-            ),
-            key=lambda shard: (shard.is_part, min(self._holders[shard.content]), shard.content),
+            found, key=lambda shard: (shard.is_part, min(self._holders[shard.content]), shard.content)
         )
 
     def _give(self, member: _Member, new: list[int], lost: list[int], late: list[int]) -> list[int]:
@@ -346,9 +341,7 @@ class GroupDirectory:
         )
         return sorted(found, key=lambda shard: (-ordinals[shard.plan], shard.is_part, shard.content))
 
-    def _copies(
-        self, member: _Member, wanted: Iterable[HeldShard], earlier: Iterable[HeldShard]
-    ) -> tuple[Copy, ...]:
+    def _copies(self, wanted: Iterable[HeldShard], earlier: Iterable[HeldShard]) -> tuple[Copy, ...]:
         """The first copies: no two of the pass have samples in common, but those of `earlier` passes may."""
         chosen, coming = dict[str, HeldShard](), list[Span]()
         for shard in wanted:

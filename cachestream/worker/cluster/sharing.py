@@ -224,7 +224,7 @@ class GroupMember:
         plan = PassPlan.from_json(shared.row.plan)
         if answer.ordinal > plan.ordinal and self._link.ask("follow", shared.row.id, answer.ordinal):
             return
-        self._copier.want(answer.copies, servers, shared.row.plan, answer.make)
+        self._copier.want(answer.copies, servers, shared.row.plan)
         if answer.make or answer.done:
             self._link.ask("decide", shared.row.id, list(answer.make), list(answer.done))
 
@@ -254,7 +254,7 @@ class GroupMember:
         """
         sys.stderr.write(f"the group {self._cluster.group!r} is away: {last_line(error)}\n")
         self._has_joined = False
-        self._copier.want((), {}, "", ())
+        self._copier.want((), {}, "")
         self._failures += 1
         if self._failures == _MOST_FAILURES:
             raise SourceUnavailableError(f"the Ray cluster at {self._cluster.address} is away")

@@ -26,7 +26,7 @@ from cachestream.worker.processes import EXIT_FATAL
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
-    from cachestream.storage.tables import Tables
+    from cachestream.storage.publish import SpansOf
     from cachestream.worker.planner import Planner
     from cachestream.worker.requests import Requests
 
@@ -130,10 +130,10 @@ class SharingProcess:
         """Publish a copied shard, unless this cache holds or makes its samples by now."""
         pass_id, spans = imported.publication.pass_id, imported.publication.spans
 
-        def is_wanted(tables: Tables) -> bool:
+        def is_wanted(spans_of: SpansOf) -> bool:
             shared = self._shared_pass()
             assert shared is not None
-            return _is_open(tables, pass_id, spans, shared, imported.positions)
+            return _is_open(spans_of, pass_id, spans, shared, imported.positions)
 
         is_published = self._requests.publish(process, imported.publication, is_wanted)
         self._planner.orders.look_again()
@@ -141,16 +141,16 @@ class SharingProcess:
 
 
 def _is_open(
-    tables: Tables, pass_id: int, spans: tuple[Span, ...], shared: SharedPass, positions: IntArray
+    spans_of: SpansOf, pass_id: int, spans: tuple[Span, ...], shared: SharedPass, positions: IntArray
 ) -> bool:
     """True if this cache neither holds nor makes the samples of `spans` of the pass `pass_id`.
 
     In its current pass, which may be another one, they are at `positions`.
     """
-    if len(overlapping(tables.spans_of(pass_id), spans)):
+    if len(overlapping(spans_of(pass_id), spans)):
         return False
     if pass_id != shared.row.id:
-        made = tables.spans_of(shared.row.id)
+        made = spans_of(shared.row.id)
         held = [(int(first), int(last) + int(until > 0)) for first, _, last, until in made]
         if any(np.any((positions >= start) & (positions < stop)) for start, stop in held):
             return False
