@@ -58,7 +58,7 @@ def test_the_head_is_killed_and_comes_back(make_members: Callable[..., Members],
     members.ray.kill(0)
     with EpochLoader(first, batch_size=4) as loader:
         assert sum(len(batch["x"]) for batch in loader)
-    wait_until(lambda: "filling alone" in log_of(first), "the first cache goes on alone")
+    wait_until(lambda: "filling alone" in first.status().fill_message, "the first cache goes on alone")
     members.ray.restart_head()
     members.wait(source.keys(), 180.0)
     assert reads(source) <= 2 * UNITS  # each has made a part alone
