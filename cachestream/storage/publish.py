@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from cachestream.storage.reservations import Reservations
     from cachestream.storage.tables import Tables
 
-SpansOf = Callable[[int], IntArray]  # of a pass, by its id: as `span_array`
-
+SpansOf = Callable[[int], IntArray]  # of the live shards of a pass, int64 `[n, 4]`; see `Tables.spans_of`
 _PIECE_BYTES: Final = 8 << 20
 _ENTERED: Final = ("part", "holdout", "held_out", "transform")  # of a shard's `fill`, what its row records
 
@@ -171,8 +170,8 @@ class Publisher:
     ) -> bool:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
 
-        `only_if` is called in the transaction, with a function that gives the spans of a pass that are cached: nothing is published if it returns False, and the reservations
-        are cancelled, as after an error. `decided`: see `Tables.admit_schema`. Raises SchemaMismatchError when
+        `only_if` is called in the transaction, with what the cache holds: nothing is published if it returns
+        False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`. Raises SchemaMismatchError when
         the cache holds other samples.
         """
         try:

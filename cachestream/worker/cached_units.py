@@ -162,6 +162,7 @@ class KnownOrders:
 
     def __init__(self, job: Job, cache: Cache) -> None:
         self._job, self._cache = job, cache
+        self._is_shared = job.cluster is not None and bool(job.cluster.group)  # copies come besides
         self._listings = Listings(cache.directory)
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._earlier_names: dict[str, EarlierNames] = {}
@@ -198,8 +199,9 @@ class KnownOrders:
 
     def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
         held = self._cache.filling.cached_spans(PassPlan.from_json)
-        if current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}:
-            return []  # the first pass: nothing of it is cached but what its own progress says
+        is_first = current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}
+        if is_first and not self._is_shared:
+            return []  # nothing of it is cached but what its own progress says
         return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
     def _coverage_of(

@@ -23,7 +23,6 @@ from cachestream.config import (
     check_count,
     check_mapping,
     check_seconds,
-    check_share,
     format_size,
     parse_size,
 )
@@ -90,8 +89,6 @@ class WorkerOptions:
     engine: str = "local"
     ray_options: Mapping[str, Any] | None = None
     share: str | None = None
-    replicas: int | None = None
-    exchange: float = 0.0
     share_required: bool = False
     holdout: float | None = None
 
@@ -125,16 +122,11 @@ class WorkerOptions:
         if self.ray_options:
             check_actor_options(self.ray_options)
         if self.share is None:
-            if self.replicas is not None or self.exchange or self.share_required:
-                raise ConfigError(
-                    "replicas=, exchange= and share_required= are of a group of caches: name it with share="
-                )
+            if self.share_required:
+                raise ConfigError("share_required= is of a group of caches: name it with share=")
             return
         if not self.share:
             raise ConfigError("share='': give the group of caches a name")
-        if self.replicas is not None:
-            check_count("replicas", self.replicas, 1)
-        check_share("exchange", self.exchange)
         if not isinstance(self.order, str) or self.order not in NAMED:
             raise ConfigError(
                 "share= needs order='shuffle' or 'sequential': all caches of a group have one order"
@@ -142,10 +134,6 @@ class WorkerOptions:
 
     def _check_group(self, cache: Cache, source_name: str, num_units: int | None) -> None:
         """Raise ConfigError if this cache cannot share the filling from this source."""
-        if self.exchange and self.partition is None:
-            raise ConfigError(
-                "exchange= is between caches of which each has a share: give partition=(i, n), too"
-            )
         if num_units is None:
             raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
         self._refuse_holdout(cache, "share= and holdout= do not go together yet: hold out files instead")
@@ -166,8 +154,6 @@ class WorkerOptions:
             num_actors=int(self.num_workers or DEFAULT_ACTORS) if self.engine == "ray" else 0,
             actor_options=dict(self.ray_options or {}),
             group=self.share or "",
-            replicas=self.replicas,
-            exchange=float(self.exchange),
             required=bool(self.share_required),
             decoders=plugins.plugin_decoders(),
         )

@@ -25,7 +25,7 @@ from cachestream.storage.publish import Reserved, write_shard
 from cachestream.storage.telemetry import FETCHING, NO_SPACE, Board
 from cachestream.worker.cached_units import held_elsewhere, positions_in, positions_of
 from cachestream.worker.channel import SupervisorLink
-from cachestream.worker.cluster.directory import Copy, Range
+from cachestream.worker.cluster.directory import Copy
 from cachestream.worker.job import Job
 from cachestream.worker.messages import Import, Publication, SharedPass
 from cachestream.worker.order import PassPlan
@@ -52,8 +52,8 @@ class Copier:
     """Copies shards of other caches into `cache`, several at a time.
 
     `arrived`: the contents of those that have come, until the caller clears it. `refused`: those that this
-    cache cannot have. `exchanged` counts those of other partitions. `has_room` is False once a shard of an
-    earlier pass did not fit: none is evicted for those.
+    cache cannot have. `has_room` is False once a shard of an earlier pass did not fit: none is evicted for
+    those.
     """
 
     def __init__(self, ray: Any, job: Job, cache: Cache, link: SupervisorLink) -> None:
@@ -68,7 +68,6 @@ class Copier:
         self._attempts: Counter[str] = Counter()  # failed ones, of each shard
         self.refused: list[str] = []
         self.arrived: set[str] = set()
-        self.exchanged = 0
         self.has_room = True
 
     def close(self) -> None:
@@ -76,14 +75,9 @@ class Copier:
         for fetch in self._fetches.values():
             self._cancel(fetch)
 
-    def want(
-        self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str, making: Sequence[Range]
-    ) -> None:
-        """Copy `copies` from `servers` from now on, and nothing of the positions `making` of the pass `plan`."""
-        for ref in [ref for ref, fetch in self._fetches.items() if fetch.copy.touches(plan, making)]:
-            self._cancel(self._fetches.pop(ref))  # it would come for nothing
-        self._wanted = [copy for copy in copies if not copy.touches(plan, making)]
-        self._servers, self._plan = servers, plan
+    def want(self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str) -> None:
+        """Copy `copies` from `servers` from now on; `plan` is that of the current pass."""
+        self._wanted, self._servers, self._plan = list(copies), servers, plan
         if not self._wanted:
             self._slot["state"] = FETCHING
 
@@ -197,8 +191,7 @@ class Copier:
         shared: SharedPass = self._link.ask("shared_pass")
         text, pass_id = str(shard.fill["plan"]), shared.row.id
         plan, current = PassPlan.from_json(text), PassPlan.from_json(shared.row.plan)
-        is_foreign = plan.partition not in (None, self._job.partition)
-        if not (is_foreign or plan == current or plan.precedes(current)):
+        if not (plan == current or plan.precedes(current)):
             self._cancel(fetch)  # of a pass that has not begun here
             return
         if plan != current:
@@ -209,15 +202,13 @@ class Copier:
             self.refused.append(fetch.copy.content)
             return
         content, spans = found
-        none = np.empty(0, np.int64)
-        positions = none if is_foreign else positions_in(current, plan, positions_of(spans))
+        positions = positions_in(current, plan, positions_of(spans))
         written = write_shard(self._cache.directory, fetch.reserved, encode_header(content), content)
         publication = Publication(pass_id, (written,), spans)
-        is_published = self._link.ask("import", Import(publication, positions))
+        self._link.ask("import", Import(publication, positions))
         self.arrived.add(fetch.copy.content)
         self._avoid_s.pop(fetch.holder, None)
         self._attempts.pop(fetch.copy.content, None)
-        self.exchanged += is_foreign and is_published
 
 
 def last_line(reason: object) -> str:

@@ -23,7 +23,8 @@ class RemoteFetcher:
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # samples or the end of a unit
         self._work = threading.Condition(self._lock)  # units to be read
-        self._order: deque[UnitRead] = deque()
+        self._left: dict[UnitRead, None] = {}  # not delivered to their end, in the order of submission
+        self._ready: dict[UnitRead, list[SampleChunk]] = {}  # what can be delivered
         self._todo: deque[UnitRead] = deque()
         self._paused: list[tuple[float, UnitRead]] = []
         self._bytes = 0
@@ -35,29 +36,26 @@ class RemoteFetcher:
 
     def __len__(self) -> int:
         """Units submitted and not yet delivered to their end."""
-        return len(self._order)
+        return len(self._left)
 
     @property
     def awaited(self) -> UnitRead | None:
         """The first unit, if no unit has anything to deliver."""
         with self._lock:
-            return self._order[0] if self._order and not self._has_delivery() else None
+            return None if self._ready else next(iter(self._left), None)
 
     def stalls(self) -> tuple[list[Stall], bool]:
         """The stalls of units; and True if nothing can be delivered because of these."""
         with self._lock:
-            if self.absence is not None and not self._has_delivery():
+            if self.absence is not None and not self._ready:
                 return [self.absence], True
-            waiting = [u.stall for u in self._order if u.stall is not None and u.is_awaited]
-            return waiting, len(waiting) == len(self._order) > 0
-
-    def _has_delivery(self) -> bool:
-        return any(not unit_read.is_awaited for unit_read in self._order)
+            stalls = [one.stall for one in self._left if one.stall is not None and one not in self._ready]
+            return stalls, len(stalls) == len(self._left) > 0
 
     def submit(self, unit_reads: list[UnitRead]) -> None:
         """Have `unit_reads` read after those submitted before."""
         with self._lock:
-            self._order.extend(unit_reads)
+            self._left |= dict.fromkeys(unit_reads)
             self._todo.extend(unit_reads)
             self._work.notify()
 
@@ -75,9 +73,8 @@ class RemoteFetcher:
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while self._error is None:
-                found = next((one for one in self._order if not one.is_awaited), None)
-                if found is not None:
-                    return self._deliver(found)
+                if self._ready:
+                    return self._deliver()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self._woken:
                     self._woken = False
@@ -85,13 +82,12 @@ class RemoteFetcher:
                 self._arrived.wait(left_s)
             raise self._error
 
-    def _deliver(self, unit_read: UnitRead) -> Delivery:
-        chunks = list(unit_read.chunks)
-        unit_read.chunks.clear()
-        self._bytes -= unit_read.waiting_bytes
-        unit_read.waiting_bytes = 0
+    def _deliver(self) -> Delivery:
+        unit_read = next(iter(self._ready))
+        chunks = self._ready.pop(unit_read)
+        self._bytes -= sum(chunk.nbytes for chunk in chunks)
         if unit_read.finished:
-            self._order.remove(unit_read)
+            del self._left[unit_read]
         return Delivery(unit_read, chunks, unit_read.finished)
 
     def stop(self) -> None:
@@ -152,8 +148,7 @@ class RemoteFetcher:
             return
         with self._lock:
             unit_read.received(new)
-            unit_read.chunks.append(new)
-            unit_read.waiting_bytes += new.nbytes
+            self._ready.setdefault(unit_read, []).append(new)
             self._bytes += new.nbytes
             self._arrived.notify()
 
@@ -161,6 +156,7 @@ class RemoteFetcher:
         """Note that a unit is read as far as it is wanted, or has failed."""
         with self._lock:
             unit_read.error, unit_read.finished = error, True
+            self._ready.setdefault(unit_read, [])
             self._arrived.notify()
 
 

@@ -219,10 +219,7 @@ class Dispatcher:
             errors.NodeDiedError,
         )
         try:
-            ref = call.stream._next_sync(0)  # `next` has no deadline
-            if ref.is_nil():
-                return
-            result = self._ray.get(ref, timeout=GET_S)
+            result = self._ray.get(next(call.stream), timeout=GET_S)  # it is ready
         except StopIteration:
             self._lose(call, "it ended early", is_death=False)
         except errors.RayTaskError as error:

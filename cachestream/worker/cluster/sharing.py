@@ -42,7 +42,6 @@ _MOST_FAILURES: Final = 5
 _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
-_EXCHANGES: Final = 8  # shards asked for at once
 # The group's actor runs on the head: another node that is cut off does not take the directory with it.
 _LASTING: Final[dict[str, Any]] = {"max_restarts": -1, "resources": {"node:__internal_head__": 0.001}}
 
@@ -109,9 +108,6 @@ class HeldShards:
         self._shards: dict[int, HeldShard | None] = {}  # None for one that cannot be shared
         self._reported: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._shards)
-
     @property
     def contents(self) -> set[str]:
         """The contents of all shards, as of the last call of `changes`."""
@@ -160,8 +156,6 @@ class GroupMember:
         self._has_joined = self._joins = False
         self._num_refused = 0  # of the shards that the copier has refused, as reported
         self._failures = 0  # in succession
-        self._to_exchange = 0.0  # shards, in all
-        self._snapshots = cache.filling.state().snapshots
         self._num_members = 1
 
     def run(self) -> None:
@@ -190,11 +184,11 @@ class GroupMember:
 
     def _join(self) -> None:
         """Join the group. Its actor is made by the first cache, and by another one when that is gone."""
-        members = identity_of(self._job, self._cluster)
+        members = identity_of(self._job)
         actor = self._ray.remote(GroupActor).options(
             name=f"group {self._cluster.group}", get_if_exists=True, num_cpus=0, **_LASTING
         )
-        group = actor.remote(members, self._cluster.replicas)
+        group = actor.remote(members)
         self._groups.append(group)
         difference = self._ray.get(group.join.remote(self.name, members, self._server), timeout=3 * ANSWER_S)
         if difference:
@@ -230,12 +224,11 @@ class GroupMember:
         plan = PassPlan.from_json(shared.row.plan)
         if answer.ordinal > plan.ordinal and self._link.ask("follow", shared.row.id, answer.ordinal):
             return
-        self._copier.want(answer.copies, servers, shared.row.plan, answer.make)
+        self._copier.want(answer.copies, servers, shared.row.plan)
         if answer.make or answer.done:
             self._link.ask("decide", shared.row.id, list(answer.make), list(answer.done))
 
     def _report(self, shared: SharedPass) -> CacheReport:
-        state = self._cache.filling.state()
         added, removed = self._shards.changes()
         self._copier.arrived.clear()
         wanted = _OFFERED * self._job.num_workers - shared.offered
@@ -250,17 +243,9 @@ class GroupMember:
             removed,
             tuple(refused),
             wants=max(0, wanted),
-            exchange=self._exchange(state.snapshots),
-            has_evicted=state.has_evicted,
-            has_room=self._copier.has_room and not state.evicted_shards,
+            has_room=self._copier.has_room and not self._cache.filling.state().evicted_shards,
             joins=self._joins,
         )
-
-    def _exchange(self, snapshots: int) -> int:
-        """The number of shards that this cache takes in exchange now: a share of its shards each epoch."""
-        self._to_exchange += self._cluster.exchange * len(self._shards) * max(0, snapshots - self._snapshots)
-        self._snapshots = snapshots
-        return min(_EXCHANGES, max(0, int(self._to_exchange) - self._copier.exchanged))
 
     def _lose_group(self, error: Exception) -> None:
         """Join again at the next step, or raise SourceUnavailableError after several failures in succession.
@@ -269,7 +254,7 @@ class GroupMember:
         """
         sys.stderr.write(f"the group {self._cluster.group!r} is away: {last_line(error)}\n")
         self._has_joined = False
-        self._copier.want((), {}, "", ())
+        self._copier.want((), {}, "")
         self._failures += 1
         if self._failures == _MOST_FAILURES:
             raise SourceUnavailableError(f"the Ray cluster at {self._cluster.address} is away")

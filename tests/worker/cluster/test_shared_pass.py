@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from cachestream.shard_format import encode_header
 from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
 from cachestream.worker.child_process import Forks
+from cachestream.worker.cluster.connection import ClusterOptions
 from cachestream.worker.cluster.supervision import ALONE, SharingProcess
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.messages import Import, Publication, SharedPass
@@ -198,6 +200,18 @@ def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) 
     assert copy((21, 0), (30, 0))
     assert not copy((29, 0), (30, 1))
     assert shard_ids(shared.cache) == held, "a copy that is refused leaves nothing"
+
+
+def test_what_was_copied_is_not_handed_out_though_the_group_goes_before_it_says_that_it_is_done(
+    shared: Shared,
+) -> None:
+    shared.job = replace(shared.job, cluster=ClusterOptions("auto", group="g"))
+    shared.begin()
+    publish(shared.cache, content(4), spans=[Span((2, 0), (6, 0))], pass_id=shared.pass_id)
+    shared.decide([(0, 8)], [])
+    taken = shared.planner.take(0, 8)
+    assert taken is not None
+    assert [unit.position for unit in taken.units] == [0, 1, 6, 7]
 
 
 def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_made_nor_held(
