@@ -119,7 +119,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
     """Choose and lease the shards of an epoch, and count them as used."""
     split, view, reservations = request.split, request.view, cache.reservations
     count_samples(cache, split, view)  # reads new shards, which the transaction below must not
-    ranking = reservations.rank(spare_leased=False)
+    ranking = reservations.rank(lambda room: request.turnover > 0 or room.free_bytes < 0, spare_leased=False)
     has_worker = cache.has_worker()
     with cache.catalogue.transaction() as tables:
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)

@@ -10,7 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, ConfigError, WorkerError
+from cachestream.errors import (
+    CacheError,
+    CacheFullError,
+    CacheLockedError,
+    CacheStreamError,
+    ConfigError,
+    WorkerError,
+)
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher, Reserved, SpansOf
 from cachestream.storage.reservations import Owner
@@ -258,7 +265,14 @@ class Requests:
         may_evict = self._job.when_full == "evict"
         while self._waiting:
             one = self._waiting[0]
-            reserved = self._reserve(one.process, one.sizes, may_evict)
+            try:
+                reserved = self._reserve(one.process, one.sizes, may_evict)
+            except CacheError as error:
+                self._waiting.popleft()
+                one.channel.answer(one.number, error)  # which ends the process
+                if isinstance(error, _FATAL):
+                    raise
+                continue
             if reserved is None:
                 for waiting in self._waiting:
                     self._board.slot(waiting.process)["state"] = NO_SPACE

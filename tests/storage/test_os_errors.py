@@ -424,12 +424,8 @@ for first in (0, 3):
 @pytest.mark.parametrize(
     ("call", "path", "lost"),
     [
-        ("fsync", "shards/000000000001.tmp", [1]),
-        ("fsync", "shards", [1]),
         ("renameat,renameat2", "shards", [1]),
         ("fallocate", "shards/000000000001.tmp", [1]),
-        ("fsync,fdatasync", "catalogue.sqlite-journal", None),
-        ("fsync,fdatasync", "catalogue.sqlite", None),
     ],
 )
 def test_the_kernel_refuses(fast_path: Path, call: str, path: str, lost: list[int] | None) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def space_of(cache: Cache) -> Iterator[Publisher]:
 
 
 def keeps(cache: Cache, line: Line) -> None:
-    with space_of(cache) as space:
+    with suppress(CacheError), space_of(cache) as space:
         keep_names(Listed(), cache.directory, space)
     line.say("kept")
 
