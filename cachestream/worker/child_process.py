@@ -217,6 +217,11 @@ class ChildProcess:
 
     # --- messages and output
 
+    @property
+    def outputs(self) -> list[int]:
+        """The descriptor of its output, while that is open."""
+        return [self._output] if self._output >= 0 else []
+
     def receive(self) -> list[Message]:
         """The messages that have arrived."""
         if self.channel is None:

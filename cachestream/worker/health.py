@@ -324,7 +324,8 @@ class SamplingProcesses:
         if code == 0:
             return
         if code in (EXIT_RESTART, EXIT_LATER):
-            child.process.start_at_s = now_s + (LATER_PAUSE_S if code == EXIT_LATER else 0.0)
+            is_later = code == EXIT_LATER or not death.progressed
+            child.process.start_at_s = now_s + (LATER_PAUSE_S if is_later else 0.0)
             return
         logger.warning("sampling process %d %s", child.index, death)
         if code == EXIT_FATAL:

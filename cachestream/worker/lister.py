@@ -96,7 +96,7 @@ class Lister:
         self.has_changed = False
         return True
 
-    def tick(self, now_s: float, resumed_s: float = -math.inf) -> None:
+    def tick(self, now_s: float, resumed_s: float) -> None:
         """Reap, restart or kill the process as needed; raises GiveUpError if the current listing has failed.
 
         `resumed_s`: see `ChildProcess.is_silent`.
@@ -145,6 +145,10 @@ class Lister:
         if code != EXIT_FATAL and self._deaths < _MOST_DEATHS:
             logger.warning("the lister ended with code %d", code)
             self.process.start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
+        elif self._job.has_names:
+            logger.warning(
+                "the names of the units cannot be stored: what is cached under another listing is fetched again"
+            )
         elif self._is_next:
             logger.warning(
                 "the remote cannot be listed again to find changes; going on with the current listing"

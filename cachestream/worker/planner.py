@@ -153,6 +153,7 @@ class Planner:
         for unit in self._wanted_units(taken):
             if unit.cached and is_whole(unit.cached):
                 self._queue.finish(owner, unit.position)
+                self._suspects.pop(unit.position, None)
                 self.is_dirty = self.passed_over = True
             else:
                 wanted.append(unit)

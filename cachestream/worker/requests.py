@@ -72,11 +72,12 @@ class Requests:
         self._owner = Owner.temporary(cache.directory, "supervisor")
         self._channels: dict[int, Channel] = {}  # of the sampling processes
         self._wanting: dict[int, int] = {}  # process → the number of units that it wants
+        self._flushing: set[int] = set()  # processes that were told to publish what they have
         self._waiting: deque[_SpaceRequest] = deque()
         self._space_at_s, self._pause_s, self._leases_ns = 0.0, _SPACE_WAITS_S[0], 0
         self._reserved: dict[int, dict[int, Reserved]] = {}
         self._status_at_s = self._recorded_s = 0.0
-        self._is_closed = False
+        self.is_closed = False
         self.begin()
 
     def begin(self) -> None:
@@ -90,7 +91,7 @@ class Requests:
 
     def close(self) -> None:
         """Hand out nothing any more: the processes are to end."""
-        self._is_closed = True
+        self.is_closed = True
 
     def release(self) -> None:
         """Cancel what is reserved: all processes have ended."""
@@ -113,6 +114,7 @@ class Requests:
         """Free what a process had: its units and its reservations."""
         self._channels.pop(process, None)
         self._wanting.pop(process, None)
+        self._flushing.discard(process)
         self._waiting = deque(one for one in self._waiting if one.process != process)
         self._election.votes.pop(process, None)
         self._planner.has_died(process, suspects)
@@ -139,15 +141,17 @@ class Requests:
         elif kind == "alive":
             pass
         else:
-            self._answer(channel, number, lambda: self._do(kind, process, *arguments))
+            self.answer(channel, number, lambda: self._do(kind, process, *arguments))
 
     @staticmethod
-    def _answer(channel: Channel, number: int, do: Callable[[], Any]) -> None:
+    def answer(channel: Channel, number: int, do: Callable[[], Any]) -> None:
+        """Answer a question by the result of `do`, or by its error, which is raised too if it is of no process alone."""
         try:
             channel.answer(number, do())
-        except CacheStreamError as error:
-            channel.answer(number, error)
-            if isinstance(error, _FATAL):
+        except Exception as error:
+            known = isinstance(error, CacheStreamError)
+            channel.answer(number, error if known else CacheError(f"{type(error).__name__}: {error}"))
+            if not known or isinstance(error, _FATAL):
                 raise
 
     def _do(self, kind: str, process: int, *arguments: Any) -> Any:
@@ -291,7 +295,7 @@ class Requests:
 
     def _give_units(self) -> bool:
         planner, has_passed_over = self._planner, False
-        if self._is_closed or (self.status.has_samples and self._must_wait()):
+        if self.is_closed or (self.status.has_samples and self._must_wait()):
             return False
         for process, wanted in list(self._wanting.items()):
             channel = self._channels.get(process)
@@ -304,11 +308,13 @@ class Requests:
             assignment = planner.take(process, most)
             has_passed_over |= planner.passed_over
             if assignment is not None:
+                self._flushing.discard(process)
                 del self._wanting[process]
                 channel.tell("units", assignment.row, assignment.units, assignment.alone)
             elif planner.is_handed_out and not planner.passed_over:
                 del self._wanting[process]
                 channel.tell("end")
-            elif planner.wants_idle:
+            elif planner.wants_idle and process not in self._flushing:
+                self._flushing.add(process)
                 channel.tell("flush")
         return has_passed_over

@@ -191,7 +191,7 @@ class Supervisor:
         try:
             if self._record.state == "filling" or self._record.message == RESTS:
                 self._record.write("stopped")
-        except CacheFullError:
+        except CacheError:
             logger.exception("the end could not be recorded")
         self._cache.close()
         self._board.end()
@@ -290,8 +290,7 @@ class Supervisor:
             except CatalogueReplacedError:
                 self._begin_anew()
         except CacheLockedError:
-            # By a process that was stopped. If it is one of ours, the next tick replaces it: this process has
-            # waited for the lock, and was not suspended.
+            # By a process that was stopped, a trainer for one: this process has waited for it, and was not suspended.
             self._ticked_s = time.monotonic()
             logger.exception("the catalogue is locked")
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
@@ -308,6 +307,8 @@ class Supervisor:
 
     def _begin_anew(self) -> None:
         """Go on with a catalogue that was rebuilt from the shards: what was handed out is void."""
+        if self._requests.is_closed:
+            return  # the processes are about to end
         logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
         self._samplers.end()
         for number in self._numbers.values():
@@ -324,7 +325,6 @@ class Supervisor:
         if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
-        # Before the catalogue is asked: a stopped process may hold its lock until it is killed here.
         self._samplers.check(now_s, self._resumed_s)
         self._lister.tick(now_s, self._resumed_s)
         if self._sharing is not None and self._sharing.tick(now_s, self._resumed_s) is not None:
@@ -432,7 +432,7 @@ class Supervisor:
             self._requests.record()
             self._cache.recover()  # removes unfinished shards of processes that were killed
             self._housekeep(time.monotonic())
-        except (CacheFullError, CatalogueReplacedError):
+        except CacheError:
             logger.exception("the clean-up is left to the next process that opens the cache")
 
 

@@ -5,6 +5,7 @@ The supervisor runs no code of the user's: it forks, and must not hang.
 
 from __future__ import annotations
 
+import operator
 import queue
 import select
 import socket
@@ -52,13 +53,16 @@ class UserCode:
 
     def _ask(self, what: str, argument: Any, timeout_s: float) -> Any:
         process, deadline_s = self._process, time.monotonic() + timeout_s
+        process.reap()  # it may have been killed since
         if not process.running:
             process.start(time.monotonic())
         assert process.channel is not None
         process.channel.tell(what, argument)
         while time.monotonic() < deadline_s:
-            select.select([process.channel], [], [], _LOOK_S)
+            waiting = [process.channel] if process.channel.is_blocked else []
+            select.select([process.channel, *process.outputs], waiting, [], _LOOK_S)
             process.channel.flush()
+            process.read_output()
             for kind, _, arguments in process.receive():
                 if kind == "error":
                     raise arguments[0]
@@ -97,4 +101,8 @@ def run(end: socket.socket, job: Job) -> int:
 def _chosen(job: Job, rows: Sequence[ShardRow]) -> Any:
     """What the user's eviction function returns, as it can be sent."""
     answer = unpack(job.payload).eviction(rows)
-    return [getattr(one, "id", one) for one in answer] if hasattr(answer, "__iter__") else answer
+    if not hasattr(answer, "__iter__"):
+        raise ConfigError(
+            f"the eviction function returned a {type(answer).__name__}; return some of the rows it gets"
+        )
+    return [operator.index(getattr(one, "id", one)) for one in answer]

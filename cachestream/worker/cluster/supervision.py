@@ -82,7 +82,7 @@ class SharingProcess:
         answer = getattr(self, f"_on_{kind}", None)
         if answer is None:
             return False
-        channel.answer(number, answer(process, *arguments))
+        self._requests.answer(channel, number, lambda: answer(process, *arguments))
         return True
 
     # --- what the process asks for

@@ -29,7 +29,7 @@ from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.listings import Listings
 from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan
-from cachestream.worker.processes import end_soon, exit_code, exit_now, heed_signals
+from cachestream.worker.processes import EXIT_RESTART, end_soon, exit_code, exit_now, heed_signals
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.engine import Engine, LocalEngine
 from cachestream.worker.sampling.fetcher import Delivery
@@ -68,7 +68,9 @@ class Sampler:
         self._listing = stored_names(payload.source)
         self._wanted_s: float | None = None  # since when more units are asked for
         self._has_ended = False  # there are no more
+        self._is_to_flush = False  # the supervisor waits for what this process has
         self._refused: list[UnitRead] = []
+        self._reads_alone = False  # a unit that may have ended other processes
         self._arrived_s, self._arrived_bytes = time.monotonic(), 0
 
     def run(self) -> None:
@@ -77,9 +79,12 @@ class Sampler:
             while not self._stop.is_set():
                 self._heed_messages()
                 self._beat(self._fetch_state())
-                if self._has_ended and not len(self._fetcher):
+                if not len(self._fetcher) and (self._has_ended or self._is_to_flush):
                     self._skip_last_refused()
-                    break
+                    if self._has_ended:
+                        break
+                    self._is_to_flush = False
+                    self._writer.flush()
                 self._ask_for_units()
                 self._step()
             self._writer.publish_all()
@@ -139,7 +144,7 @@ class Sampler:
             if kind == "units":
                 self._take_units(*arguments)
             elif kind == "flush":
-                self._writer.flush()
+                self._is_to_flush = True
             elif kind == "end":
                 self._has_ended, self._wanted_s = True, None
 
@@ -154,6 +159,7 @@ class Sampler:
             self._writer.row, self._writer.plan = row, plan
             self._engine.use_plan(plan)
             self._slot["pass_id"] = row.id
+        self._reads_alone = alone
         if alone:
             self._writer.publish_all()  # the progress of other units must not be lost with this one
         self._fetcher.submit([UnitRead(unit) for unit in units])
@@ -193,7 +199,7 @@ class Sampler:
         return goes_on
 
     def _finish(self, unit_read: UnitRead) -> None:
-        if _is_refusal(unit_read.error):
+        if _is_refusal(unit_read.error) and not self._reads_alone:
             self._hold_back(unit_read)
             return
         self._engine.unit_came()
@@ -261,9 +267,11 @@ def run(
     news = News(status, schema)
     object_limit.set_cache_limit(status.limit_bytes)
     wake: list[Callable[[], None]] = []
+    was_told: list[bool] = []  # to stop
 
     def on_message(kind: str, *arguments: Any) -> None:
         if kind == "stop":
+            was_told.append(True)
             stop.set()
         elif kind == "schema":
             (news.schema,) = arguments
@@ -287,6 +295,8 @@ def run(
 
     restart = (StartAgainError, SupervisorGoneError)
     code = exit_code(work, fatal=WorkerError, restart=restart, later=later)
+    if not code and stop.is_set() and not was_told:
+        code = EXIT_RESTART  # by a signal from outside: another process goes on
     slot["state"] = ENDED  # tells an orderly end from one caused by a sample or a signal
     exit_now(code)
     return code
