@@ -59,8 +59,10 @@ class UserCode:
         assert process.channel is not None
         process.channel.tell(what, argument)
         while time.monotonic() < deadline_s:
-            waiting = [process.channel] if process.channel.is_blocked else []
-            select.select([process.channel, *process.outputs], waiting, [], _LOOK_S)
+            channel = process.channel.fileno()
+            select.select(
+                [channel, *process.outputs], [channel] if process.channel.is_blocked else [], [], _LOOK_S
+            )
             process.channel.flush()
             process.read_output()
             for kind, _, arguments in process.receive():
