@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cachestream")
 
-_POLL_S: Final = 0.25  # between two looks at other ranks' requests, the trainer's pace, and what to report
+_POLL_S: Final = 0.25  # between two looks at other ranks' requests and the trainer's pace
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 _URGENT_OPEN_S: Final = 0.1  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
@@ -122,7 +122,6 @@ class Preparer:
                 checked_s = now_s
                 with suppress(CacheStreamError):
                     warn_of_loss(self._cache)  # all further epochs would have the same samples
-            self._meter.write()
             pace.note(now_s, self._meter.counts.batches)
             asked = window.wait_due(2 * self.last_s, pace.step_s, pause_s)
             if asked is None:
@@ -262,7 +261,7 @@ class Preparer:
         self._snapshots.maps = taken.maps
         self._meter.prepare_s = self.last_s = time.monotonic() - began_s
         self._meter.rank, self._meter.ranks = ranks.rank, ranks.size
-        self._meter.write_first()
+        self._meter.report_first()
         return segment
 
     def _opened_enough(self, began_s: float) -> Callable[[], bool]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, EpochError
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.telemetry import EPOCHS_REPORTED, LoaderFile, LoaderReport, LoaderStats
 from cachestream.training.mixture import SourceCounts
+from cachestream.training.threads import Threads
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from cachestream.training.position import Segment
 
 _REPORT_S: Final = 0.25  # between two reports, at least
+_CLOSE_S: Final = 2.0  # for the last report to be written
 _NONE: Final = np.empty(0, np.int64)
 
 
@@ -92,8 +95,8 @@ class _Epoch:
 
 
 class Meter:
-    """Counters and times of the training thread, which alone uses them, and their reports to others, which the
-    preparing thread writes: a disk may block.
+    """Counters and times of the training thread, which alone uses them, and their reports to others, which a
+    thread of their own writes: a disk may block, and a preparation may take long.
 
     The trainer adds each batch to `counts` itself, and sets `last_s`, the time of the last batch or of the
     beginning of its epoch. `prepare_s`, `rank` and `ranks` are of the last preparation.
@@ -107,6 +110,7 @@ class Meter:
         self.rank, self.ranks = 0, 1
         self.reuse = Reuse()
         self._file = LoaderFile(directory)
+        self._writing = Threads("report")
         self._report: LoaderReport | None = None  # to be written
         self._epoch = _Epoch()
         self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
@@ -155,6 +159,14 @@ class Meter:
             reported_s=time.time(),
             epochs=tuple(self._epochs),
         )
+        with suppress(EpochError):  # no thread can be started: the training goes on without reports
+            self._writing.submit(self._write)
+
+    def _write(self) -> None:
+        """Write the last report, if it is new."""
+        report, self._report = self._report, None
+        if report is not None:
+            self._file.write(report)
 
     def stats(self, epoch: int) -> LoaderStats:
         """The statistics of a loader in `epoch`."""
@@ -190,21 +202,16 @@ class Meter:
 
     # --- the preparing thread
 
-    def write(self) -> None:
-        """Write the last report, if it is new."""
-        report, self._report = self._report, None
-        if report is not None:
-            self._file.write(report)
-
-    def write_first(self) -> None:
+    def report_first(self) -> None:
         """Report once, so that a loader is there for others before its first batch."""
         if self._began_s is None or not self.counts.batches:
             self.report()
             self.report_at_s = 0.0  # the first batch makes another one
-            self.write()
 
     def close(self) -> None:
         """End the reports."""
+        self._writing.stop()
+        self._writing.join(_CLOSE_S)
         self._file.close()
 
 

@@ -106,7 +106,7 @@ class Gathering:
         self.transform = None if transform is None else with_generator(transform)
         self.quarantine = quarantine
         self.with_keys, self.ragged = options.with_keys, options.ragged
-        self.threads = Threads()
+        self.threads = Threads("gather")
         self._queue: Queue | None = None
         self._held: deque[tuple[int, Any]] = deque()  # what tasks in C use, from before they are submitted
         self._pid = os.getpid()

@@ -71,10 +71,11 @@ def start_once(thread: threading.Thread) -> None:
 
 
 class Threads:
-    """Up to `most` threads that do the work given to `submit`, in its order; they are started when needed."""
+    """Up to `most` threads called `name` that do the work given to `submit`, in its order; they are started when needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.most = 1
+        self._name = name
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -82,7 +83,7 @@ class Threads:
         """Have a thread do `work`, which raises nothing. Raises EpochError if no thread can be started."""
         if len(self._threads) < self.most:
             serve = functools.partial(_serve, self._queue)
-            self._threads.append(make_thread(serve, f"gather_{len(self._threads)}"))
+            self._threads.append(make_thread(serve, f"{self._name}_{len(self._threads)}"))
         start_once(self._threads[-1])
         self._queue.put(work)
 

@@ -117,7 +117,8 @@ class AcceleratorTransfer(Transfer):
     def close(self) -> None:
         with self._sending:
             while self._in_flight:
-                self._in_flight.popleft()[0].synchronize()
+                self._in_flight[0][0].synchronize()
+                self._in_flight.popleft()  # not before: the copy reads its memory
 
 
 @contextmanager
