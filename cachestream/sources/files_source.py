@@ -208,11 +208,7 @@ class FilesSource:
                 File(self._files, largest, self._kept)
             ) if most > 1 else 0
         files = Files(self._files, self._kept)
-        if (
-            type(self.format).can_cut is Format.can_cut
-            or self._units is not None
-            or any(file.is_compressed for file in files)
-        ):
+        if self._has_whole_files or self._units is not None or any(file.is_compressed for file in files):
             return 1, 0
         with files[0].stream(0, HEAD_BYTES) as stream:
             head = bytes(stream.read(HEAD_BYTES))
@@ -221,8 +217,15 @@ class FilesSource:
         size_bytes = files[0].size()
         return size_bytes // LEAST_PART_BYTES, size_bytes
 
+    @property
+    def _has_whole_files(self) -> bool:
+        """True if no file of the format is ever read in parts."""
+        return self._own_parts is None and type(self.format).can_cut is Format.can_cut
+
     def divided(self, parts: int) -> Self:
-        """Return a source of the same samples, with each file read in `parts`."""
+        """Return a source of the same samples, with each file read in `parts`, where the format can do that."""
+        if self._has_whole_files:
+            return self
         made = copy.copy(self)
         if self._own_parts is None:
             made._cut_into(parts)
