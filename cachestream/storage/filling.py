@@ -240,11 +240,6 @@ class Filling:
             tables.set_meta("listing", int(is_listing))
             tables.replace_plan(row.id, plan, length)
 
-    def record_progress(self, row: PassRow) -> None:
-        """Record what of the pass `row` is done."""
-        with self._catalogue.transaction() as tables:
-            tables.record_progress(row)
-
     def enter_earlier_pass(self, source: str, plan: str, length: int | None) -> int:
         """Record `source` as the cache's, and return the id of the pass with `plan`, of an earlier filling.
 

@@ -154,11 +154,16 @@ def held_elsewhere(
     return np.array([bool(ranges) for ranges in found.of(UnitOrder(plan).units(positions))], np.bool_)
 
 
-_COVERAGE_AGE_S: Final = 10.0
+_COVERAGE_AGE_S: Final = 10.0  # at least, between two looks at what is cached
+_MOST_SHARE: Final = 0.05  # of the supervisor's time that these looks may take
 
 
 class KnownOrders:
-    """The orders of the current pass and of passes whose shards are still cached."""
+    """The orders of the current pass and of passes whose shards are still cached.
+
+    What is cached is looked at once in a while: what is evicted meanwhile counts as cached until the next look,
+    and comes again in a later pass.
+    """
 
     def __init__(self, job: Job, cache: Cache) -> None:
         self._job, self._cache = job, cache
@@ -172,6 +177,8 @@ class KnownOrders:
     def of(self, plan: PassPlan) -> UnitOrder:
         order = self._orders.get(plan)
         if order is None:
+            if not plan.is_permutation:  # no other order is asked for beside it
+                self._orders.clear()
             drawn = None
             if plan.is_drawn:
                 drawn = np.load(order_file(self._cache.directory, plan), mmap_mode="r")
@@ -191,7 +198,8 @@ class KnownOrders:
         now_s = time.monotonic()
         if plan.is_permutation and now_s >= self._load_at_s:
             self._coverage = self._load(row, plan)
-            self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
+            age_s = max(_COVERAGE_AGE_S, (time.monotonic() - now_s) / _MOST_SHARE)
+            self._load_at_s = now_s + age_s if self._coverage else math.inf
         found = [coverage.of(units) for coverage in self._coverage]
         if len(found) < 2:
             return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
@@ -202,6 +210,10 @@ class KnownOrders:
         is_first = current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}
         if is_first and not self._is_shared:
             return []  # nothing of it is cached but what its own progress says
+        known = {current, *held.plans.values()}
+        self._orders = {plan: order for plan, order in self._orders.items() if plan in known}
+        listings = {listing.path for listing in self._listings.earlier()}
+        self._earlier_names = {path: names for path, names in self._earlier_names.items() if path in listings}
         return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
     def _coverage_of(

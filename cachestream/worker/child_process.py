@@ -35,6 +35,7 @@ _OUTPUT_BYTES: Final = 65_536
 _LOGGED_CHARS: Final = 1000
 _NICE: Final = 5
 START_DEADLINE_S: Final = 120.0
+_END_S: Final = 10.0  # in which a process that was killed ends, unless the system does not let it
 _LEAST_PATIENCE_S: Final = 5.0  # a process that shows life does so every half a second
 
 logger = logging.getLogger("cachestream.worker")
@@ -75,11 +76,10 @@ class Guardian:
             os.write(self._told, _PID.pack(number))
 
     def close(self) -> None:
-        """End the guardian: all sessions have been ended."""
+        """End the guardian, once it has ended the sessions that are left: none after an orderly end."""
         os.close(self._told)
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+        with suppress(ChildProcessError):
+            wait_for_end(self._pid)
 
     def close_in_child(self) -> None:
         os.close(self._told)
@@ -92,6 +92,17 @@ def _guard(watched: int) -> None:
         (number,) = _PID.unpack(data)
         leaders.add(number) if number > 0 else leaders.discard(-number)
     EndedSessions(leaders).wait()
+
+
+def wait_for_end(pid: int) -> int | None:
+    """Wait up to 10 s for the end of a child; return its status, or None if it goes on."""
+    deadline_s = time.monotonic() + _END_S
+    while time.monotonic() < deadline_s:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.005)
+    return None
 
 
 class Forks:
@@ -315,5 +326,11 @@ class ChildProcess:
         """Kill the process, and wait for it; what it has started ends as after `reap`."""
         if self.pid is not None:
             self.kill()
-            _, status = os.waitpid(self.pid, 0)
-            self._ended(status)
+            status = wait_for_end(self.pid)
+            if status is None:
+                logger.warning(
+                    "%s, process %d, does not end: a disk or a network file system may hang",
+                    self.name,
+                    self.pid,
+                )
+            self._ended(signal.SIGKILL if status is None else status)

@@ -278,10 +278,6 @@ class SamplingProcesses:
         self._deaths: list[Death] = []
 
     @property
-    def processes(self) -> list[ChildProcess]:
-        return [child.process for child in self._children]
-
-    @property
     def running(self) -> list[int]:
         """The indices of the processes that run."""
         return [child.index for child in self._children if child.process.running]

@@ -62,7 +62,7 @@ from cachestream.worker.processes import (
     write_frame,
 )
 from cachestream.worker.requests import Requests
-from cachestream.worker.user_code import UserCode
+from cachestream.worker.user_code import UnwantedError, UserCode
 
 _TICK_S: Final = 0.1
 _PRESSED_S: Final = 0.02  # between two looks at what may make space, while a process waits for it
@@ -90,6 +90,7 @@ class Supervisor:
     def __init__(self, job: Job, cache: Cache, lock: HeldFile, forks: Forks, order: UserCode) -> None:
         self._job, self._cache, self._lock, self._forks = job, cache, lock, forks
         self._order = order
+        order.must_stop = self._should_end
         self._board = Board(cache.directory.worker_file("board"))
         self._record = FillRecord(job, cache, self._board)
         self._history = History(cache.directory.worker_file("history"))
@@ -289,6 +290,8 @@ class Supervisor:
                 self._begin_anew()
             except CatalogueReplacedError:
                 self._begin_anew()
+        except UnwantedError:
+            self._tick_at_s = 0.0  # the next tick ends the loop
         except CacheLockedError:
             # By a process that was stopped, a trainer for one: this process has waited for it, and was not suspended.
             self._ticked_s = time.monotonic()

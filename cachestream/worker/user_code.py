@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
@@ -31,18 +31,29 @@ _EVICT_S: Final = 15.0  # below the time for which others wait for the catalogue
 _LOOK_S: Final = 0.5
 
 
+class UnwantedError(Exception):
+    """The supervisor is to end while it waits for the user's code."""
+
+
 class UserCode:
-    """The process that draws the orders of passes, and chooses what to evict; started when it is needed."""
+    """The process that draws the orders of passes, and chooses what to evict; started when it is needed.
+
+    `must_stop()` is asked again and again while an order is drawn, which may take minutes.
+    """
 
     def __init__(self, job: Job, forks: Forks) -> None:
         self._process = ChildProcess("user code", forks, lambda end: run(end, job))
+        self.must_stop: Callable[[], bool] = lambda: False
 
     @property
     def process(self) -> ChildProcess:
         return self._process
 
     def draw(self, ordinal: int) -> IntArray:
-        """The units of pass `ordinal` in their order; raises ConfigError for a sampler that does not work."""
+        """The units of pass `ordinal` in their order.
+
+        Raises ConfigError for a sampler that does not work, and UnwantedError if the supervisor is to stop.
+        """
         drawn: IntArray = self._ask("draw", ordinal, timeout_s=_DRAW_S)
         return drawn
 
@@ -70,6 +81,9 @@ class UserCode:
                     raise arguments[0]
                 if kind == "made":
                     return arguments[0]
+            if what == "draw" and self.must_stop():
+                process.end()
+                raise UnwantedError
             if process.reap() is not None:
                 raise WorkerError(f"the process of the user's code ended: {process.last_output.strip()}")
         process.end()

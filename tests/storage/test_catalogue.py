@@ -223,7 +223,8 @@ def test_a_transaction_contains_nothing_but_sql(cache: Cache, monkeypatch: pytes
     cache.filling.begin_pass(PlannedPass("{}", 1000, is_listing=False), ())
     row = cache.filling.state().last_pass
     assert row is not None
-    cache.filling.record_progress(replace(row, next_position=10, open=((3, 0, 5),)))
+    with cache.catalogue.transaction() as tables:
+        tables.record_progress(replace(row, next_position=10, open=((3, 0, 5),)))
     for number in range(30):
         publish(cache, content(10 * number, size_bytes=100_000))
         cache.take_snapshot(turnover=0.25)[1].release()

@@ -50,7 +50,11 @@ class Filling:
 
     def finish(self, owner: int, *positions: int) -> None:
         with self.planner.noted(owner, positions, ()):
-            self.cache.filling.record_progress(self.planner.row)
+            self.record()
+
+    def record(self) -> None:
+        with self.cache.catalogue.transaction() as tables:
+            tables.record_progress(self.planner.row)
 
     def crash(self, owner: int, *positions: int) -> None:
         """The process dies of one of those that it reads."""
@@ -99,7 +103,7 @@ def test_each_unit_is_handed_out_once_and_those_of_a_process_that_ends_go_to_ano
 def test_a_unit_that_was_begun_goes_on_from_where_it_was(filling: Filling) -> None:
     filling.take(0, 3)
     with filling.planner.noted(0, [0], [(1, 7)]):
-        filling.cache.filling.record_progress(filling.planner.row)
+        filling.record()
     filling.begin()
     taken = filling.planner.take(5, 3)
     assert taken is not None
@@ -183,7 +187,7 @@ def test_a_unit_of_which_two_processes_died_is_given_up_and_counted(filling: Fil
     filling.take(0, 2)
     filling.crash(0, 0, 1)
     filling.finish(1, *filling.take(1, UNITS))
-    filling.cache.filling.record_progress(planner.row)
+    filling.record()
     filling.begin()
     planner = filling.planner
     assert filling.take(0) == [0]
