@@ -302,7 +302,9 @@ class Window:
                 if place == len(self._readers):
                     return
                 reader, first = self._readers[place], 0
-            if sum([task.stop - task.first for task in tasks]) >= reader.most_ahead:
+            # Each segment leases shards: short ones do not pile up for batches that are gathered together.
+            most = reader.most_ahead if reader in self._readers[:2] else self._gathering.prefetch
+            if sum([task.stop - task.first for task in tasks]) >= most:
                 return
             # The trainer that waits for a batch does not wait for those that are gathered together with it.
             tasks.append(reader.submit(first, reader.together if last is not None else 1))
