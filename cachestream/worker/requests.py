@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from cachestream.schema import Schema
     from cachestream.storage.cache import Cache
     from cachestream.storage.progress import Suspect
+
+logger = logging.getLogger("cachestream.worker")
 
 _SPACE_WAITS_S: Final = (0.02, 1.0)  # the first and the longest pause before space is looked for again
 _STATUS_S: Final = 1.0
@@ -177,14 +180,17 @@ class Requests:
         except _PASSING as error:
             self._show_refusal(process, str(error))
             return None
-        self._show_refusal(process, "")
         if reserved is not None:
             self._reserved.setdefault(process, {}).update((one.id, one) for one in reserved)
         return reserved
 
     def _show_refusal(self, process: int, refusal: str) -> None:
+        """Show on the board why a process gets no space, until it has published; and in the log, once."""
         if process >= 0:
-            self._board.slot(process)["refusal"] = board_text(refusal)
+            slot = self._board.slot(process)
+            if not slot["refusal"]:
+                logger.warning("%s; trying again", refusal)
+            slot["refusal"] = board_text(refusal)
 
     def _cancel(self, process: int, reserved: tuple[Reserved, ...]) -> None:
         for one in reserved:

@@ -424,7 +424,7 @@ for first in (0, 3):
 @pytest.mark.parametrize(
     ("call", "path", "lost"),
     [
-        ("renameat,renameat2", "shards", [1]),
+        ("?rename,renameat,renameat2", "shards/000000000001.tmp", [1]),
         ("fallocate", "shards/000000000001.tmp", [1]),
     ],
 )
