@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
-_BLOCK: Final = 65_536  # samples located at once, to share the cost of numpy calls
 
 
 class Spans(NamedTuple):
@@ -429,11 +427,3 @@ def find_locations(
     positions = np.repeat(starts - bounds[:-1], stops - starts) + np.arange(bounds[-1])
     shards, rows = maps.locate(order.at(positions))
     return SampleLocations(first, shards, rows, bounds)
-
-
-def locate_batches(order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps) -> Iterator[SampleLocations]:
-    """The locations of all batches of a rank, in blocks; the first is found now, the others on demand."""
-    step = max(1, _BLOCK // plan.batch_size)
-    blocks = pairwise([*range(0, plan.num_batches, step), plan.num_batches])
-    found = (find_locations(order, plan, rank, maps, *block) for block in blocks)
-    return chain([*islice(found, 1)], found)
