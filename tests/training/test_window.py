@@ -92,7 +92,7 @@ def test_a_flag_is_set_once_and_for_all() -> None:
 
 
 def test_threads_do_what_they_were_given_and_end() -> None:
-    together, threads = threading.Barrier(2, timeout=60), Threads()
+    together, threads = threading.Barrier(2, timeout=60), Threads("gather")
     threads.most = 2
 
     def meet() -> None:
