@@ -114,7 +114,7 @@ class ArrowSource(FilesSource):
     or a list of these. Of a `DatasetDict`, the folder of one of its splits.
 
     A sample is a dict of the columns, as in `ParquetSource`, those that folders name included. `columns` (names of whole columns), `fields`,
-    `decode_images`, `resize`, `crop` and errors are those of `ParquetSource`, too. The key is "file#row".
+    `decode_images`, `decoders`, `resize`, `crop` and errors are those of `ParquetSource`, too. The key is "file#row".
     Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
 
@@ -130,7 +130,8 @@ class ArrowSource(FilesSource):
         resize: Size | None = None,
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
+        decoders: Mapping[str, str] | None = None,
     ) -> None:
-        images = ImageOptions(resize, crop)
-        options = ColumnOptions(columns, decode_images, images, defaults=Defaults(fields).values)
+        images, defaults = ImageOptions(resize, crop), Defaults(fields).values
+        options = ColumnOptions(columns, decode_images, images, defaults=defaults, decoders=decoders)
         super().__init__(ArrowFormat(options), urls, storage_options, fields)

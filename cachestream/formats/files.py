@@ -31,12 +31,16 @@ from cachestream.sources.api import (
     SourceError,
     Url,
     check_encoding,
+    check_mapping,
     decode_fields,
+    decode_with,
     extension_of,
     fingerprint_of,
     guard_user_code,
     is_image,
+    kind_of,
     loss_of,
+    named_decoder,
 )
 
 logger = logging.getLogger("cachestream")
@@ -72,7 +76,13 @@ class FilesFormat(Format):
     name = "files"
     holds_many = False
 
-    def __init__(self, label: str | Callable[[str], Any] | None, images: ImageOptions, encoding: str) -> None:
+    def __init__(
+        self,
+        label: str | Callable[[str], Any] | None,
+        images: ImageOptions,
+        encoding: str,
+        decoders: Mapping[str, str] | None = None,
+    ) -> None:
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
         self._encoding, self.images, self.label = check_encoding(encoding), images, label
@@ -81,6 +91,21 @@ class FilesFormat(Format):
         labelled = fingerprint_of(label) if callable(label) else label
         self.identity = (f"label={labelled}",)
         self.encoded = () if self._encoding == "utf-8-sig" else (f"encoding={encoding}",)
+        check_mapping("decoders", decoders, "{'image': 'index'}")
+        self._decoders = {
+            name: named_decoder(name, wanted, images) for name, wanted in (decoders or {}).items()
+        }
+        if unknown := sorted(self._decoders.keys() - _KIND_NAMES.keys()):
+            raise ConfigError(
+                f"decoders= names the field {unknown[0]!r}: files have the fields {', '.join(_KIND_NAMES)}"
+            )
+        if self._decoders:
+            self.encoded += (f"decoders={sorted((decoders or {}).items())}",)
+
+    @property
+    def keeps_values(self) -> bool:
+        """True if images are not decoded to RGB."""
+        return "image" in self._decoders
 
     def prefix(self, file: File, part: Part) -> str:
         return file.key
@@ -94,7 +119,11 @@ class FilesFormat(Format):
             raise SampleError(
                 f"{file.where}: is the server's page about a folder: end its URL with '/' to read its files"
             )
-        found = decode_fields(data, extension, file.where, self.images, self._encoding)
+        found: dict[str, Any] | list[dict[str, Any]]
+        if (decoder := self._decoders.get(kind := kind_of(extension))) is not None:
+            found = {kind: decode_with(decoder, data, f"{extension} file ({kind})", file.where)}
+        else:
+            found = decode_fields(data, extension, file.where, self.images, self._encoding)
         if callable(self.label):
             with guard_user_code(f"label({file.key!r})"):
                 label = {"label": self.label(file.key)}
@@ -141,7 +170,8 @@ class FileSource(FilesSource):
 
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
     text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
-    `ImageOptions`.
+    `ImageOptions`. decoders: `{"image": "index"}` keeps the values of images as they are stored, `[H, W]`: the
+    numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file.
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
     listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
@@ -169,8 +199,9 @@ class FileSource(FilesSource):
         first_names: FirstNames = "auto",
         fields: Mapping[str, Any] | None = None,
         encoding: str = "utf-8",
+        decoders: Mapping[str, str] | None = None,
     ) -> None:
-        format = FilesFormat(label, ImageOptions(resize, crop), encoding)  # noqa: A001
+        format = FilesFormat(label, ImageOptions(resize, crop), encoding, decoders)  # noqa: A001
         if isinstance(urls, FileList):  # `open_source` has listed them
             files = copy.copy(urls)
         else:
@@ -204,7 +235,7 @@ class FileSource(FilesSource):
         Of remotes, whose files are not read here, nothing is said.
         """
         first = File(self._files, 0, self._kept)
-        if not first.is_local or extension_of(first.key) not in _LOSSY:
+        if self.format.keeps_values or not first.is_local or extension_of(first.key) not in _LOSSY:
             return
         try:
             with first.stream() as stream:
@@ -213,8 +244,7 @@ class FileSource(FilesSource):
             return
         if loss:
             logger.warning(
-                "%s %s; to keep the values of depth images and masks, open them in a torch Dataset, whose PIL "
-                "images are stored as numpy sees them",
+                "%s %s; to keep the values of depth images and masks, give decoders={'image': 'index'}",
                 first.where,
                 loss,
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -49,6 +50,8 @@ from cachestream.sources.api import (
     require_decompressor,
 )
 
+logger = logging.getLogger("cachestream")
+
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
 MAX_FIELD: Final = 16 << 20  # characters of a value of CSV; a quote left open swallows so many
@@ -68,7 +71,11 @@ class LinesFormat(Format):
     holds_many = False  # among files of other kinds, lines usually describe those
 
     def __init__(
-        self, columns: Sequence[str] | None, defaults: Mapping[str, Any], encoding: str = "utf-8"
+        self,
+        columns: Sequence[str] | None,
+        defaults: Mapping[str, Any],
+        encoding: str = "utf-8",
+        delimiter: str | None = None,
     ) -> None:
         check_columns(columns)
         self._defaults, self._encoding = dict(defaults), check_encoding(encoding)
@@ -76,12 +83,22 @@ class LinesFormat(Format):
             raise ConfigError(
                 f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; convert the files to UTF-8"
             )
+        if delimiter is not None and not (
+            isinstance(delimiter, str)
+            and len(delimiter) == 1
+            and delimiter.isascii()
+            and delimiter not in '"\r\n'
+        ):
+            raise ConfigError(f"delimiter={delimiter!r}: give one character, such as ';' or '|'")
+        self._delimiter = delimiter
+        self._found: dict[str, str] = {}  # the delimiter of the tables that should have another one
         self._columns = columns
         self._chosen = None if columns is None else frozenset(columns)
         self._prefixes = tuple(f"{name}." for name in columns or ())
         self._types: dict[str, type] = {}
         self.identity = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
         self.identity += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
+        self.identity += [] if delimiter is None else [f"delimiter={delimiter}"]
 
     def folder_columns(self) -> tuple[Sequence[str] | None, Mapping[str, Any]]:
         return self._columns, self._defaults
@@ -92,7 +109,7 @@ class LinesFormat(Format):
         self._types = self._column_types(files, folders)
 
     def parts(self, file: File) -> Sequence[str]:
-        if _delimiter(file) or file.is_compressed:
+        if _usual_delimiter(file) or file.is_compressed:
             return ("",)
         try:
             size_bytes = file.size()
@@ -106,7 +123,7 @@ class LinesFormat(Format):
 
         Raises ConfigError for malformed rows, and for chosen columns that the table has not.
         """
-        found = ((file, *self._first_rows(file)) for file in files if _delimiter(file))
+        found = ((file, *self._first_rows(file)) for file in files if _usual_delimiter(file))
         file, names, rows = next((table for table in found if table[2]), (files[0], [], []))
         known, where = {*names, *self._defaults, *folders}, file.where
         for name in sorted((self._chosen or known) - known if names else ()):
@@ -123,9 +140,10 @@ class LinesFormat(Format):
     def _first_rows(self, file: File) -> tuple[list[str], list[list[str]]]:
         """Return the names of the columns of a table, and its first rows of so many values.
 
-        Raises ConfigError for a malformed table, and for one with another delimiter.
+        A table of one column, all of whose lines hold another usual delimiter, has that one, and so do all tables
+        of its ending: this is logged. Raises ConfigError for a malformed table.
         """
-        delimiter, where = _delimiter(file), file.where
+        delimiter, where = self._delimiter_of(file), file.where
         with file.stream() as stream:
             taken = list[str]()
             rows = self._csv_reader(_lines(decompressed(stream)), delimiter, taken)
@@ -135,17 +153,25 @@ class LinesFormat(Format):
                 first = list(islice(rows, _ROWS_FOR_TYPES))
             except (ValueError, csv.Error) as error:
                 raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
-        if len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
-            raise ConfigError(
-                f"{where}: one column called {names[0][:80]!r}: its values stand between {other!r} and not between "
-                f"{delimiter!r}; rewrite the file with pandas.read_csv(…, sep={other!r}).to_csv('….csv', index=False)"
-                + (", or end its name in .tsv" if other == "\t" else "")
+        is_open = self._delimiter is None and not self._found.get(_usual_delimiter(file))
+        if is_open and len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
+            logger.warning(
+                "%s: its values stand between %r and not between %r, and so it is read, with all files of its ending; "
+                "say delimiter=%r if that is right, else delimiter=%r",
+                *(where, other, delimiter, other, delimiter),
             )
+            self._found[delimiter] = other
+            return self._first_rows(file)
         return names, [row for row in first if len(row) == len(names)]
+
+    def _delimiter_of(self, file: File) -> str:
+        """Return the delimiter of a file's columns; "" for JSON Lines."""
+        usual = _usual_delimiter(file)
+        return (self._delimiter or self._found.get(usual, usual)) if usual else ""
 
     def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
         """Yield the lines of a part in order."""
-        delimiter, begin = _delimiter(file), part.number * RANGE_BYTES
+        delimiter, begin = self._delimiter_of(file), part.number * RANGE_BYTES
         end = begin + RANGE_BYTES if part.number + 1 < part.count else None
         # A part begins after the first line end at or after the byte before its range.
         with file.stream(max(0, begin - 1), end) as stream:
@@ -276,6 +302,8 @@ class LinesSource(FilesSource):
 
     columns: the columns or members to keep, "name.member" for those of objects. fields: a default for each
     optional field, `{"caption": ""}`; in CSV its type is that of the column. encoding: an extension of ASCII.
+    delimiter: one character between the values of tables. None: "," in CSV and a tab in TSV, unless the first
+    table has one column and all of its lines hold a tab, ";", "|" or ",", which is then used, and logged.
 
     A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
     "file#row" for CSV. Other arguments and errors are those of `FileSource`.
@@ -290,15 +318,16 @@ class LinesSource(FilesSource):
         columns: Sequence[str] | None = None,
         fields: Mapping[str, Any] | None = None,
         encoding: str = "utf-8",
+        delimiter: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            LinesFormat(columns, Defaults(fields).values, encoding), urls, storage_options, fields
+            LinesFormat(columns, Defaults(fields).values, encoding, delimiter), urls, storage_options, fields
         )
 
 
-def _delimiter(file: File) -> str:
-    """Return the delimiter of a file's columns; "" for JSON Lines."""
+def _usual_delimiter(file: File) -> str:
+    """Return the delimiter of a table by its ending; "" for JSON Lines."""
     name = file.key.lower()
     for packed in COMPRESSED_ENDINGS:
         name = name.removesuffix(packed)

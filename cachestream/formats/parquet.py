@@ -293,6 +293,9 @@ class ParquetSource(FilesSource):
 
     decode_images: False leaves images as bytes. A list of names decodes these binary columns, too.
 
+    decoders: `{"mask": "index"}` keeps the values of a column's images as they are stored, `[H, W]`: the numbers
+    of a mask with a palette, depth of 16 bits; "raw" leaves the bytes of a column.
+
     resize, crop: the size of decoded images, see `ImageOptions`.
 
     Tables of Delta Lake, Iceberg and Hudi are refused: their files also hold rows that were deleted.
@@ -314,10 +317,10 @@ class ParquetSource(FilesSource):
         resize: Size | None = None,
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
+        decoders: Mapping[str, str] | None = None,
     ) -> None:
-        options = ColumnOptions(
-            columns, decode_images, ImageOptions(resize, crop), nulls, Defaults(fields).values
-        )
+        images, defaults = ImageOptions(resize, crop), Defaults(fields).values
+        options = ColumnOptions(columns, decode_images, images, nulls, defaults, decoders=decoders)
         super().__init__(ParquetFormat(options), urls, storage_options, fields)
         if not self.num_rows:
             raise ConfigError(f"{self._files.shown}: the tables have no rows")

@@ -43,10 +43,11 @@ from cachestream.sources.api import (
     decode_with,
     decompressed,
     fingerprint_of,
+    named_decoder,
     require_decompressor,
 )
 
-Decoder = Callable[[bytes], Any]
+Decoder = Callable[[bytes], Any] | str  # or the name of one
 
 _INTEGERS: Final = frozenset({"cls", "cls2", "class", "count", "id", "index", "inx"})
 _JSON: Final = frozenset({"json", "jsn"})
@@ -84,14 +85,16 @@ class Decoders:
         self._images = images
         given = dict(own or {})
         for extension, decoder in given.items():
-            if not str(extension).strip(".") or not callable(decoder):
+            if not str(extension).strip(".") or not (callable(decoder) or decoder in ("index", "raw")):
                 raise ConfigError(
                     f"decoders={{{extension!r}: {decoder!r}}}: give functions of bytes by extension, such as "
-                    "{'pkl': pickle.loads}"
+                    "{'pkl': pickle.loads}, or 'index', for the values of a mask or of depth as they are stored, "
+                    "or 'raw', for the bytes"
                 )
         self._own = {str(extension).strip(".").lower(): decoder for extension, decoder in given.items()}
         self.identity = ",".join(
-            f"{extension}:{fingerprint_of(decoder)}" for extension, decoder in sorted(self._own.items())
+            f"{extension}:{decoder if isinstance(decoder, str) else fingerprint_of(decoder)}"
+            for extension, decoder in sorted(self._own.items())
         )
 
     def sample(self, group: Group, where: str) -> dict[str, Any]:
@@ -121,6 +124,8 @@ class Decoders:
             data = memoryview(decode_with(decode_gzip, data, ".gz file", where))
             extension = extension[:-3]
             own = self._find(extension)
+        if isinstance(own, str):
+            return decode_with(named_decoder(extension, own, self._images), data, f".{extension} file", where)
         if own is not None:
             return call_decoder(f"{where}: its decoder", own, data)
         last = extension.rpartition(".")[2]
@@ -244,7 +249,9 @@ class TarSource(FilesSource):
     and other text str; anything else bytes. The key is "path/of.tar#name".
 
     decoders: functions of bytes by extension, which take precedence: `{"pkl": pickle.loads}`, or
-    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled except by these functions.
+    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled except by these functions. Or a name:
+    `{"mask.png": "index"}` keeps the values of an image as they are stored, `[H, W]` (the numbers of a mask with
+    a palette, depth of 16 bits), "raw" the bytes.
 
     samples_per_visit: the approximate number of samples to read of a tar before the next tar is read, so
     that early epochs hold samples of many tars. The tars must not be packed, nor hold tars themselves. A
@@ -267,7 +274,7 @@ class TarSource(FilesSource):
         urls: Url | Iterable[Url],
         *,
         storage_options: Mapping[str, Any] | None = None,
-        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+        decoders: Mapping[str, Callable[[bytes], Any] | str] | None = None,
         samples_per_visit: int | None = None,
         resize: Size | None = None,
         crop: Size | None = None,

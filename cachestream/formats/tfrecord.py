@@ -73,12 +73,14 @@ class TFRecordFormat(Format):
         *,
         check_crc: bool,
         images: ImageOptions,
+        raw: bool = False,
     ) -> None:
         if compression not in _COMPRESSIONS:
             raise ConfigError(f"compression={compression!r}: give 'auto', 'gzip', 'zlib' or None")
         self._fields, self.images = fields, images
-        self._compression, self._check_crc = compression, check_crc
-        load_messages()
+        self._compression, self._check_crc, self._raw = compression, check_crc, raw
+        if not raw:
+            load_messages()
         if check_crc:
             load_checksum()
         options = {
@@ -88,6 +90,7 @@ class TFRecordFormat(Format):
             "check_crc": check_crc,
         }
         self.identity = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+        self.identity += ["raw"] if raw else []
 
     @classmethod
     def begins(cls, head: bytes) -> bool:
@@ -105,6 +108,8 @@ class TFRecordFormat(Format):
         for records in self._records(file, part):
             if isinstance(records, Skipped):
                 yield records
+            elif self._raw:
+                yield Rows(records.places, {"data": list(records)})
             else:
                 yield from self._samples(records)
 
@@ -180,6 +185,9 @@ class TFRecordSource(FilesSource):
 
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack the field.
 
+    raw: a sample is one field "data", the bytes of a record, whatever they hold: a SequenceExample, another
+    message, or text, for a transform to read. The options for features and images do not go together with it.
+
     resize, crop: the size of decoded images, see `ImageOptions`.
 
     Other arguments, and errors, as for `FileSource`. A truncated file gives the records before its end. Needs
@@ -200,11 +208,15 @@ class TFRecordSource(FilesSource):
         resize: Size | None = None,
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
+        raw: bool = False,
     ) -> None:
+        given = {"features": features, "resize": resize, "crop": crop, "fields": fields}
+        if raw and (others := [name for name, value in given.items() if value is not None]):
+            raise ConfigError(f"raw=True and {others[0]}= do not go together: the records are not parsed")
         images, kinds = ImageOptions(resize, crop), None if features is None else checked_kinds(features)
         converter = FeatureFields(kinds, Defaults(fields).values, images, decode_images=decode_images)
         super().__init__(
-            TFRecordFormat(converter, compression, check_crc=check_crc, images=images),
+            TFRecordFormat(converter, compression, check_crc=check_crc, images=images, raw=raw),
             urls,
             storage_options,
             fields,

@@ -6,7 +6,7 @@
 | an array read in windows | `ArrayFile`, `ArrayLayout`, `read_window`, `parse_npy_header` |
 | a source of another kind | `Problems`, `check_unit`, `one_by_one`, `Names`, `Remote`, `map_errors`, `redact`, `redact_text`, `absolute` |
 | bytes | `Stream`, `StreamFile`, `SeekableFile`, `RemoteObject`, `fetch`, `decompressed`, `check_object` |
-| values in files | `decode_value`, `decode_fields`, `decode_with`, `decode_image`, `ImageOptions`, `call_decoder` |
+| values in files | `decode_value`, `decode_fields`, `decode_with`, `decode_image`, `named_decoder`, `ImageOptions`, `call_decoder` |
 | values of tables and objects | `ColumnOptions`, `Columns`, `table_rows`, `usable_rows`, `plain_fields`, `json_field`, `Defaults` |
 | options | `check_count`, `check_columns`, `check_encoding`, `check_mapping`, `whole_number`, `require`, `fingerprint_of` |
 """
@@ -25,7 +25,7 @@ from cachestream.errors import (
 from cachestream.listing.file_list import FileList, FirstNames, Url
 from cachestream.listing.manifest import NUMBER_TYPES, Labels, is_sound_csv, parse_float, parse_int
 from cachestream.listing.names import Names, Page
-from cachestream.listing.patterns import COMPRESSED_ENDINGS, absolute, extension_of, is_image
+from cachestream.listing.patterns import COMPRESSED_ENDINGS, absolute, extension_of, is_image, kind_of
 from cachestream.listing.table_formats import refuse_tables
 from cachestream.sources.array_windows import BATCH_BYTES, ArrayFile, read_window
 from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
@@ -50,6 +50,7 @@ from cachestream.sources.decode.values import (
     decode_with,
     json_field,
     looks_like_image,
+    named_decoder,
     parse_npy_header,
 )
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields

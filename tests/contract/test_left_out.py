@@ -237,25 +237,37 @@ def test_a_tar_without_any_sample_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["|", "\t", ";"])
-def test_a_csv_of_another_delimiter_is_refused_with_advice_that_works(tmp_path: Path, other: str) -> None:
-    lines = [other.join(row) for row in (("id", "text"), ("1", "a, b"), ("2", "c"))]
-    (tmp_path / "a.csv").write_text("\n".join(lines))
-    with pytest.raises(
-        cs.ConfigError, match=re.escape(f"stand between {other!r} and not between ','")
-    ) as caught:
-        cs.open_source(tmp_path / "a.csv", columns=["id"])
-    assert (".tsv" in str(caught.value)) == (other == "\t")
-    pandas = pytest.importorskip("pandas")
-    pandas.read_csv(tmp_path / "a.csv", sep=other).to_csv(tmp_path / "b.csv", index=False)
-    assert samples(cs.open_source(tmp_path / "b.csv")) == [{"id": 1, "text": "a, b"}, {"id": 2, "text": "c"}]
-
-
-def test_commas_in_a_tsv_and_signs_in_some_texts_of_one_column_make_no_table_of_another(
-    tmp_path: Path,
+def test_a_csv_of_another_delimiter_is_read_by_it_which_is_said_once(
+    tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    rows = [{"id": 1, "text": "a, b"}, {"id": 2, "text": "c"}]
+    for name in ("a.csv", "b.csv"):
+        lines = [other.join(row) for row in (("id", "text"), ("1", "a, b"), ("2", "c"))]
+        (tmp_path / name).write_text("\n".join(lines))
+    with caplog.at_level(logging.WARNING, "cachestream"):
+        assert samples(cs.open_source(str(tmp_path))) == 2 * rows
+        assert samples(cs.open_source(tmp_path / "a.csv", columns=["id"])) == [{"id": 1}, {"id": 2}]
+    first, second = [record.getMessage() for record in caplog.records]
+    assert f"stand between {other!r} and not between ','" in first
+    assert f"say delimiter={other!r}" in second
+    with caplog.at_level(logging.WARNING, "cachestream"):
+        assert samples(cs.open_source(tmp_path / "a.csv", delimiter=other)) == rows
+    assert len(caplog.records) == 2, "nothing is said of what was chosen"
+
+
+def test_a_delimiter_that_is_given_is_taken_at_its_word(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id;text\n1;a\n")
+    assert samples(cs.open_source(tmp_path / "a.csv", delimiter=",")) == [{"id;text": "1;a"}]
+    (tmp_path / "b.csv").write_text("id^text\n1^a\n")
+    assert samples(cs.open_source(tmp_path / "b.csv", delimiter="^")) == [{"id": 1, "text": "a"}]
+    for wrong in (";;", "", "\n", '"', 5):
+        with pytest.raises(cs.ConfigError, match=r"delimiter=.* give one character"):
+            cs.open_source(tmp_path / "a.csv", delimiter=wrong)
+
+
+def test_commas_in_a_tsv_make_a_table_and_signs_in_some_texts_of_one_column_make_none(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("id,text\n1,a\n")
-    with pytest.raises(cs.ConfigError, match="stand between ',' and not between"):
-        cs.open_source(tmp_path / "a.tsv")
+    assert samples(cs.open_source(tmp_path / "a.tsv")) == [{"id": 1, "text": "a"}]
     (tmp_path / "b.csv").write_text("text;raw\na;b\nplain\n")
     assert len(samples(cs.open_source(tmp_path / "b.csv"))) == 2
     (tmp_path / "c.csv").write_text("id,text\n1,a;b\n")

@@ -71,7 +71,14 @@ def test_it_is_said_once_that_depth_and_masks_of_a_folder_lose_their_values(
             read(source, unit)
     (message,) = [record.getMessage() for record in caplog.records]
     assert words in message
-    assert "open them in a torch Dataset" in message
+    assert "give decoders={'image': 'index'}" in message
+    caplog.clear()
+    kept = cs.open_source(str(tmp_path), decoders={"image": "index"})
+    values = np.arange(16, dtype=dtype).reshape(4, 4)
+    ((_, sample),) = read(kept, 0)
+    assert sample["image"].dtype == dtype
+    assert sample["image"].tolist() == values.tolist()
+    assert not caplog.records
 
 
 # --- JSON ----------------------------------------------------------------------------------------

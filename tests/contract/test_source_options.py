@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 import pickle
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from tfrecord import TFRecordWriter
 
 import cachestream as cs
 from tests.contract.formats import plain, read
@@ -31,6 +35,24 @@ def opposite(data: bytes) -> str:
 EXAMPLE: Final = {"n": ([1, 2], "int"), "w": (0.5, "float"), "t": (b"t", "byte"), "p": (png(), "byte")}
 RED: Final = np.zeros((3, 6, 8), np.uint8)
 RED[0] = 200
+MASK: Final = np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.uint8)
+
+
+def mask() -> bytes:
+    """A PNG with a palette, whose colours are other numbers than those of the palette."""
+    image, sink = Image.fromarray(MASK), io.BytesIO()
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 9, 9, 9])
+    image.save(sink, "PNG")
+    return sink.getvalue()
+
+
+def raw_records(path: Path) -> None:
+    """Records that hold no Examples."""
+    with path.open("wb") as file:
+        for data in (b"any", b"bytes"):
+            length = struct.pack("<Q", len(data))
+            file.write(length + TFRecordWriter.masked_crc(length) + data + TFRecordWriter.masked_crc(data))
+
 
 # files, what of them, options, and the samples that come with them
 DIFFERENCES: Final[dict[str, tuple[Mapping[str, Any], str, dict[str, Any], list[tuple[str, Any]]]]] = {
@@ -43,10 +65,20 @@ DIFFERENCES: Final[dict[str, tuple[Mapping[str, Any], str, dict[str, Any], list[
     "encoding": ({"a.txt": b"\xe9"}, "a.txt", {"encoding": "latin-1"}, [("a.txt", {"text": "é"})]),
     "fields of files": ({"a.json": '{"a": 1}'}, "a.json", {"fields": {"b": "-"}}, [("a.json", {"a": 1, "b": "-"})]),
     "resize": ({"a.png": png()}, "a.png", {"resize": 3}, [("a.png", {"image": RED[:, :3, :4]})]),
+    "decoders of files": ({"a.png": mask()}, "a.png", {"decoders": {"image": "index"}}, [("a.png", {"image": MASK})]),
+    "index, resized and cropped": (
+        {"a.png": mask()}, "a.png", {"decoders": {"image": "index"}, "resize": (4, 8), "crop": (2, 8)},
+        [("a.png", {"image": MASK.repeat(2, 0).repeat(2, 1)[1:3]})],
+    ),
+    "raw files": ({"a.png": png()}, "a.png", {"decoders": {"image": "raw"}}, [("a.png", {"image": png()})]),
     "crop": ({"a.png": png()}, "a.png", {"crop": (2, 4)}, [("a.png", {"image": RED[:, :2, :4]})]),
     # tars
     "decoders": ({"a.tar": tar_of({"1.txt": b"ab", "1.pkl": b"cd"})}, "a.tar", {"decoders": {"txt": opposite, "pkl": len}}, [("a.tar#1", {"txt": "ba", "pkl": 2})]),
     "decoders of two endings": ({"a.tar": tar_of({"1.seg.png": png(), "1.png": png()})}, "a.tar", {"decoders": {"seg.png": len}}, [("a.tar#1", {"seg.png": len(png()), "png": RED})]),
+    "named decoders of tars": (
+        {"a.tar": tar_of({"1.mask.png": mask(), "1.png": png()})}, "a.tar", {"decoders": {"mask.png": "index", "png": "raw"}},
+        [("a.tar#1", {"mask.png": MASK, "png": png()})],
+    ),
     "fields of tars": ({"a.tar": tar_of({"1.cls": b"1"})}, "a.tar", {"fields": {"json": "{}"}}, [("a.tar#1", {"cls": 1, "json": "{}"})]),
     "resize in tars": ({"a.tar": tar_of({"1.png": png()})}, "a.tar", {"resize": (2, 3)}, [("a.tar#1", {"png": RED[:, :2, :3]})]),
     # tables
@@ -54,6 +86,10 @@ DIFFERENCES: Final[dict[str, tuple[Mapping[str, Any], str, dict[str, Any], list[
     "nulls": ({"a.parquet": TABLE}, "a.parquet", {"columns": ["i"], "nulls": {"i": -1}}, [(f"a.parquet#{i}", {"i": np.int32(n)}) for i, n in enumerate((1, -1, 3))]),
     "fields of parquet": ({"a.parquet": TABLE}, "a.parquet", {"columns": ["s"], "fields": {"s": "-", "z": 7}}, [(f"a.parquet#{i}", {"s": s, "z": 7}) for i, s in enumerate("ab-")]),
     "decode_images": ({"a.parquet": TABLE}, "a.parquet", {"columns": ["p"], "decode_images": ["p"], "crop": 2}, [(f"a.parquet#{i}", {"p": RED[:, :2, :2]}) for i in range(3)]),
+    "decoders of parquet": (
+        {"a.parquet": pa.table({"m": [mask()], "p": [{"bytes": png(), "path": None}]})}, "a.parquet",
+        {"decoders": {"m": "index", "p": "raw"}}, [("a.parquet#0", {"m": MASK, "p": png()})],
+    ),
     "columns of arrow": ({"a.arrow": stream_of}, "a.arrow", {"columns": ["s"], "fields": {"s": "-"}}, [(f"a.arrow#{i}", {"s": s}) for i, s in enumerate("ab-")]),
     "decode_images of arrow": ({"a.arrow": stream_of}, "a.arrow", {"columns": ["p"], "decode_images": ["p"], "resize": 3}, [(f"a.arrow#{i}", {"p": RED[:, :3, :4]}) for i in range(3)]),
     # lines
@@ -78,6 +114,10 @@ DIFFERENCES: Final[dict[str, tuple[Mapping[str, Any], str, dict[str, Any], list[
     "resize of records": (
         {"a.tfrecord": records({"p": (png(), "byte")})}, "a.tfrecord", {"resize": 3},
         [("a.tfrecord#0", {"p": RED[:, :3, :4]})],
+    ),
+    "raw": (
+        {"a.tfrecord": raw_records}, "a.tfrecord", {"raw": True},
+        [("a.tfrecord#0", {"data": b"any"}), ("a.tfrecord#19", {"data": b"bytes"})],
     ),
     # manifests
     "manifest": ({"l.txt": "a.txt\n", "a.txt": "x"}, "l.txt", {"manifest": True}, [("a.txt", {"text": "x"})]),

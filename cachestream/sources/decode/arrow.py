@@ -28,7 +28,7 @@ import numpy.typing as npt
 from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import decode_image
-from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.decode.values import decode_with, looks_like_image, named_decoder
 from cachestream.transport import object_limit
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class Columns:
 
     def __init__(self, arrow: Any, schema: Any, options: ColumnOptions) -> None:
         self._decode = partial(decode_image, options=options.images)
+        self._decoders = {
+            name: named_decoder(name, wanted, options.images)
+            for name, wanted in (options.decoders or {}).items()
+        }
         self._arrow = arrow
         self._nulls = {**options.defaults, **(options.nulls or {})}
         self._decode_images, named = bool(options.decode_images), options.decode_images
@@ -154,7 +158,7 @@ class Columns:
         if _is_text(types, kind):
             return list(array.to_pylist())
         if _is_binary(types, kind):
-            if name in self._image_columns:
+            if name in self._image_columns or name in self._decoders:
                 return [self._image(name, one) for one in _buffers(array)]
             return list(array.to_pylist())
         if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):
@@ -177,7 +181,9 @@ class Columns:
                 found.append(
                     Unusable(f"column '{name}' has no bytes, only the path {path!r}, which is not followed")
                 )
-            elif self._decode_images and (feature == "Image" or (feature is None and looks_like_image(data))):
+            elif name in self._decoders or (
+                self._decode_images and (feature == "Image" or (feature is None and looks_like_image(data)))
+            ):
                 found.append(self._image(name, data))
             else:
                 found.append(bytes(data))
@@ -187,7 +193,7 @@ class Columns:
         if data is None:
             return None
         try:
-            return decode_with(self._decode, data, "image", f"column '{name}'")
+            return decode_with(self._decoders.get(name, self._decode), data, "image", f"column '{name}'")
         except SampleError as error:
             return Unusable(str(error))
 

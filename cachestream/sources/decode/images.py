@@ -161,8 +161,8 @@ class ImageOptions:
         left, top = round((width - wide) / 2), round((height - tall) / 2)
         return left, top, left + wide, top + tall
 
-    def cropped(self, pixels: Pixels) -> Pixels:
-        """Return the crop of `pixels`, `[3, H, W]`; a view if no padding is needed."""
+    def cropped(self, pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the crop of `pixels`, `[C, H, W]`; a view if no padding is needed."""
         if self.crop is None:
             return pixels
         wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
@@ -239,6 +239,29 @@ def _decode(data: Buffer, options: ImageOptions) -> Pixels:
             image.draft(None, (width // scale, height // scale))
         rgb = _to_rgb(image) if found is None else Image.fromarray(found)
         return _finish(rgb, (width / scale, height / scale), size, orientation, options)
+
+
+def decode_index(data: Buffer, options: ImageOptions = UNCHANGED) -> npt.NDArray[Any]:
+    """Decode the first frame to its values as they are stored, `[H, W]`, or `[C, H, W]` of several channels.
+
+    The numbers of a palette's colours are uint8, depth of 16 bits is uint16, of more bits int32 or float32, and
+    two levels are 0 and 1. Turned upright; resized by the nearest value, so that no new ones come; cropped.
+    """
+    with tracing.span("decode"), Image.open(io.BytesIO(data), formats=_formats()) as image:
+        _check_pixels(image.width, image.height)
+        image.load()
+        orientation = 1 if image.format == "TIFF" else _orientation(image)
+        upright = image if orientation == 1 else image.transpose(_TRANSPOSE[orientation])
+        size = options.resized(*upright.size)
+        _check_pixels(*size)
+        if size != upright.size:
+            upright = upright.resize(size, Image.Resampling.NEAREST)
+        values = np.asarray(upright)
+    values = values.astype(np.uint8) if values.dtype == np.bool_ else values
+    planes = values.transpose(2, 0, 1) if values.ndim == 3 else values[np.newaxis]
+    planes = options.cropped(planes)
+    native = planes.astype(planes.dtype.newbyteorder("="))
+    return np.ascontiguousarray(native if values.ndim == 3 else native[0])
 
 
 def loss_of(head: Buffer) -> str:

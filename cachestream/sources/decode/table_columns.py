@@ -15,6 +15,7 @@ from cachestream.errors import ConfigError
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.arrow import Batch, Columns, Unusable, Values, is_image_struct, load_arrow
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
+from cachestream.sources.decode.values import named_decoder
 from cachestream.sources.fields import check_columns
 from cachestream.sources.format import Item, Skipped
 
@@ -35,11 +36,15 @@ class ColumnOptions:
     nulls: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     of_folders: tuple[str, ...] = ()
+    decoders: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         check_columns(self.columns)
         object.__setattr__(self, "columns", None if self.columns is None else tuple(self.columns))
         check_mapping("nulls", self.nulls, "{'age': -1}")
+        check_mapping("decoders", self.decoders, "{'mask': 'index'}")
+        for name, wanted in (self.decoders or {}).items():
+            named_decoder(name, wanted, self.images)
         if isinstance(self.decode_images, str):
             raise ConfigError(f"decode_images={self.decode_images!r}: give a list of columns, True or False")
 
@@ -50,6 +55,7 @@ class ColumnOptions:
             "columns": self.columns,
             "nulls": dict(self.nulls) if self.nulls else None,
             "decode_images": self.decode_images,
+            "decoders": sorted(self.decoders.items()) if self.decoders else None,
         }
         return [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
 
@@ -89,7 +95,8 @@ class ColumnOptions:
         fields = [name for one in schema for name in _names_of(arrow.types, one.name, one.type)]
         fields += self.of_folders
         images = () if isinstance(self.decode_images, bool) else self.decode_images
-        for option, names in (("nulls", self.nulls or ()), ("decode_images", images)):
+        given = {"nulls": self.nulls or (), "decode_images": images, "decoders": self.decoders or ()}
+        for option, names in given.items():
             for name in names:
                 if name not in fields and name not in self.defaults:
                     raise ConfigError(

@@ -21,10 +21,17 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import SampleError
+from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.schema import holds_integers_of
-from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
+from cachestream.sources.decode.images import (
+    MALFORMED,
+    UNCHANGED,
+    Buffer,
+    ImageOptions,
+    decode_image,
+    decode_index,
+)
 from cachestream.sources.registry import plugin_decoder
 from cachestream.sources.user_code import call_decoder
 from cachestream.transport import object_limit
@@ -217,6 +224,25 @@ def decode_integer(data: Buffer) -> int:
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer beyond 64 bits")
     return value
+
+
+# --- chosen by name ----------------------------------------------------------------------------
+
+
+def named_decoder(field: str, name: Any, images: ImageOptions) -> Callable[[Buffer], Any]:
+    """Return the decoder that `decoders={field: name}` asks for: "index" for an image's values as they are stored
+    (`decode_index`), "raw" for the bytes.
+
+    Raises ConfigError for another name.
+    """
+    if name == "index":
+        return partial(decode_index, options=images)
+    if name == "raw":
+        return bytes
+    raise ConfigError(
+        f"decoders={{{field!r}: {name!r}}}: give 'index', for the values of a mask or of depth as they are "
+        "stored, or 'raw', for the bytes"
+    )
 
 
 # --- by extension ------------------------------------------------------------------------------
