@@ -38,12 +38,17 @@ class CachedTokens(BaseDataLoader):  # type: ignore[misc]
     """Windows of tokens for torchtitan; a checkpoint of it holds the position in the epoch."""
 
     def __init__(self, dp_world_size: int, dp_rank: int, job_config: Any, tokenizer: None = None) -> None:
-        if dp_world_size != torch.distributed.get_world_size():
-            raise ValueError("the ranks share the samples out among all: use data parallelism alone")
+        if job_config.parallelism.pipeline_parallel_degree > 1:
+            raise ValueError("ranks of one pipeline are not consecutive: give cs.stream a mesh= and replicate=")
         training, cached = job_config.training, job_config.cached
         tokens = cs.open_source(training.dataset_path, window=(training.seq_len + 1,))
         self.loader = cs.stream(
-            tokens, cached.folder, cached.size_limit, batch_size=training.local_batch_size
+            tokens,
+            cached.folder,
+            cached.size_limit,
+            batch_size=training.local_batch_size,
+            # Consecutive ranks, of tensor and context parallelism, need the same batch.
+            replicate=torch.distributed.get_world_size() // dp_world_size,
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:

@@ -90,7 +90,7 @@ class FilesFormat(Format):
         self.labels: Labels | None = None
         labelled = fingerprint_of(label) if callable(label) else label
         self.identity = (f"label={labelled}",)
-        self.encoded = () if self._encoding == "utf-8-sig" else (f"encoding={encoding}",)
+        self.encoded: tuple[str, ...] = () if self._encoding == "utf-8-sig" else (f"encoding={encoding}",)
         check_mapping("decoders", decoders, "{'image': 'index'}")
         self._decoders = {
             name: named_decoder(name, wanted, images) for name, wanted in (decoders or {}).items()

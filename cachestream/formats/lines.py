@@ -83,13 +83,10 @@ class LinesFormat(Format):
             raise ConfigError(
                 f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; convert the files to UTF-8"
             )
-        if delimiter is not None and not (
-            isinstance(delimiter, str)
-            and len(delimiter) == 1
-            and delimiter.isascii()
-            and delimiter not in '"\r\n'
-        ):
-            raise ConfigError(f"delimiter={delimiter!r}: give one character, such as ';' or '|'")
+        given: Any = delimiter
+        is_one = isinstance(given, str) and len(given) == 1 and given.isascii() and given not in '"\r\n'
+        if given is not None and not is_one:
+            raise ConfigError(f"delimiter={given!r}: give one character, such as ';' or '|'")
         self._delimiter = delimiter
         self._found: dict[str, str] = {}  # the delimiter of the tables that should have another one
         self._columns = columns

@@ -109,7 +109,8 @@ class TFRecordFormat(Format):
             if isinstance(records, Skipped):
                 yield records
             elif self._raw:
-                yield Rows(records.places, {"data": list(records)})
+                places: Any = records.places
+                yield Rows(places, {"data": list(records)})
             else:
                 yield from self._samples(records)
 

@@ -64,7 +64,7 @@ class DrawContext:
     @property
     def batch_size(self) -> int:
         """The samples of a batch of all ranks that share the cache."""
-        return self.options.batch_size * len(self.ranks.group)
+        return self.options.batch_size * len(self.ranks.sharers)
 
     @property
     def remaining(self) -> int | None:
@@ -72,7 +72,7 @@ class DrawContext:
         if self.options.epoch_size is None:
             return None
         left = self.options.epoch_size - self.position.drawn
-        return max(0, left * len(self.ranks.group) // self.ranks.size)
+        return max(0, left * len(self.ranks.sharers) // self.ranks.num_data_ranks)
 
 
 class Draw:
@@ -136,7 +136,7 @@ class MixtureDraw(Draw):
 
     def settle(self, context: DrawContext, size: int) -> None:
         options, position = context.options, context.position
-        batches = count_batches(size, options.batch_size, len(context.ranks.group), options.drop_last)
+        batches = count_batches(size, options.batch_size, len(context.ranks.sharers), options.drop_last)
         first = position.first_step + position.done
         steps = range(first, first + batches)
         self._mixture.agree(context.cache, position.epoch, steps, context.ranks, context.rounds[0])
@@ -173,7 +173,7 @@ class SamplerDraw(Draw):
 
         def evaluated() -> Selection:
             epoch, most = context.position.epoch, context.remaining
-            return evaluate(self._sampler, dataset, epoch, key, most, len(ranks.group))
+            return evaluate(self._sampler, dataset, epoch, key, most, len(ranks.sharers))
 
         def seeded() -> Selection:
             with seeded_globally(key):
@@ -192,7 +192,7 @@ class TokenDraw(Draw):
         self._field, self._budget = next(iter(max_tokens.items()))
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
-        ranks = len(context.ranks.group)
+        ranks = len(context.ranks.sharers)
         chosen = token_batches(
             dataset, self._field, self._budget, context.options, record.drawn, context.key, ranks
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -121,7 +121,7 @@ class EpochSnapshots:
         """
         with ExitStack() as undo:
             if ranks.leads:
-                taken = self._take(position, epoch_size, ranks.group, opened_enough, cancelled)
+                taken = self._take(position, epoch_size, ranks, opened_enough, cancelled)
                 undo.callback(taken.lease.release)
                 ranks.share(name, taken.to_payload())
             else:
@@ -156,14 +156,14 @@ class EpochSnapshots:
         self,
         position: Position,
         epoch_size: int | None,
-        group: Sequence[int],
+        ranks: Ranks,
         opened_enough: Callable[[], bool],
         cancelled: Flag,
     ) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
         for _ in range(_ATTEMPTS):
             with ExitStack() as undo:
-                taken = self._take_once(position, epoch_size, group)
+                taken = self._take_once(position, epoch_size, ranks)
                 undo.callback(taken.lease.release)
                 damaged = _open(taken.maps, opened_enough, cancelled)
                 if taken.record is None:
@@ -185,19 +185,19 @@ class EpochSnapshots:
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, position: Position, epoch_size: int | None, group: Sequence[int]) -> EpochSnapshot:
+    def _take_once(self, position: Position, epoch_size: int | None, ranks: Ranks) -> EpochSnapshot:
         """Take a snapshot of the shards of a recorded epoch, of those of an interrupted one, or a new one."""
         options = self._options
         record = (position.records or {}).get(self._cache.cache_id)
         if options.replay is not None:
-            return self._take_recorded(options.replay, record, position, group)
+            return self._take_recorded(options.replay, record, position, ranks)
         if record is not None:
             # Without any of its shards, the rest of the epoch is drawn from the cached ones.
             with suppress(NotEnoughSamplesError):
                 return self._restore(record)[0]
         # The epoch may have no samples left for this cache; its ranks then give no batch, as all ranks do.
         size = None if epoch_size is None else max(1, epoch_size)
-        least = len(group) * (options.batch_size if options.drop_last else 1)
+        least = len(ranks.sharers) * (options.batch_size if options.drop_last else 1)
         snapshot, lease = self._reusable.take(size, options.turnover, least)
         maps = self.maps
         # The maps of a snapshot that is used again are complete, so that none is ever opened or dropped.
@@ -206,10 +206,10 @@ class EpochSnapshots:
         return EpochSnapshot(snapshot, lease, maps)
 
     def _take_recorded(
-        self, replay: Replay, record: OrderRecord | None, position: Position, group: Sequence[int]
+        self, replay: Replay, record: OrderRecord | None, position: Position, ranks: Ranks
     ) -> EpochSnapshot:
         """Take all shards of a recorded epoch, or of `record`, the rest of one; raises EpochError."""
-        leader = group[0]
+        leader = ranks.group[0]
         record = record or replay.segment(self._cache, position.epoch, position.index, leader)
         taken, gone = self._restore(record)
         evicted = sum(shard_id >= 0 for shard_id in gone)
@@ -220,7 +220,7 @@ class EpochSnapshots:
                 "with 'cachestream refetch', with no worker running"
             )
         batch_size = self._options.batch_size
-        later = replay.batches_after(position.epoch, position.index, leader, batch_size, len(group))
+        later = replay.batches_after(position.epoch, position.index, leader, batch_size, len(ranks.sharers))
         return replace(taken, record=record, later_batches=later)
 
     def _restore(self, record: OrderRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:

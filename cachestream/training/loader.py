@@ -28,8 +28,10 @@ from cachestream.training.loader_options import (
 from cachestream.training.manifests import Recorder
 from cachestream.training.mixture import Mixture
 from cachestream.training.position import Position
+from cachestream.training.replication import make_replication
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
@@ -99,6 +101,10 @@ class EpochLoader:
         max_tokens: the budget of a batch, as `{field: tokens}`: the longest of its samples times their
             number, which is at most `batch_size`. Samples of like length come together, an epoch is at most
             one pass, and no batch is dropped for its size.
+        mesh: the torch DeviceMesh of all ranks, whose dimensions `replicate` names.
+        replicate: the dimensions whose ranks get equal batches, `("tp", "cp")`; without `mesh` a number: so many
+            consecutive ranks. Sizes are then over those with batches of their own. A state goes on with any other
+            mesh. Ranks that get equal batches share a cache.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in
@@ -133,6 +139,8 @@ class EpochLoader:
         where: Condition | None = None,
         columns: Sequence[str] | None = None,
         max_tokens: Mapping[str, int] | None = None,
+        mesh: DeviceMesh | None = None,
+        replicate: int | str | Sequence[str] | None = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, EpochLoader.__init__)
@@ -155,6 +163,7 @@ class EpochLoader:
             mixture=None if mixture is None else Mixture(mixture),
             max_tokens=max_tokens,
             view=make_view(where, columns),
+            replication=make_replication(mesh, replicate),
         ).checked(replay)
         self._options = options = replace(options, split=choose_split(cache, split, holdout))
         warn_without_weights(cache, options)

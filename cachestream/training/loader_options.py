@@ -22,6 +22,7 @@ from cachestream.errors import ConfigError
 from cachestream.storage.view import ALL, View
 from cachestream.training.batches.gather import Ragged, check_ragged
 from cachestream.training.manifests import Replay
+from cachestream.training.replication import Replication
 from cachestream.training.samplers import check_sampler
 from cachestream.training.token_batches import check_max_tokens
 from cachestream.training.weights import KeyWeights
@@ -64,12 +65,13 @@ class LoaderOptions:
     split: Split | None = None
     max_tokens: Mapping[str, int] | None = None
     view: View = ALL
+    replication: Replication = Replication()  # noqa: RUF009  frozen
 
     def to_compare(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
         given = ("sampler", "replay", "weights", "mixture")
         optional = {name: getattr(self, name) is not None for name in given}
-        return self._in_common() | optional | {"where": self.view.selects}
+        return self._in_common() | optional | {"where": self.view.selects} | self.replication.identity
 
     def to_record(self) -> dict[str, Any]:
         """The options that a manifest states. `sampler` is its class, "weights" or "mixture"."""

@@ -119,11 +119,11 @@ class Position:
 class Segment:
     """A prepared pass, with everything that this rank needs to gather its batches.
 
-    `rank`: the number of this rank among the `plan.ranks` that share the order. `total`: the number of
+    `rank`: the number of this rank's batches among the `plan.ranks` that share the order. `total`: the number of
     batches in the epoch. `is_resumed`: it goes on with an order that was drawn before. `missing`: the number of samples that a checkpoint names and the cache no longer
     has, or the job no cache for. `caches`: the records of the job's caches by id, each with the number of its
     ranks; empty if all ranks share one. `transform_key`: seeds the generators of `batch_transform`. `sources`:
-    those of a mixture.
+    those of a mixture. `has_others`: the job has several ranks.
     """
 
     position: Position
@@ -139,6 +139,7 @@ class Segment:
     caches: dict[str, tuple[OrderRecord, int]] = field(default_factory=dict)
     transform_key: int = 0
     sources: SegmentSources | None = None
+    has_others: bool = False
 
     @property
     def last(self) -> bool:
@@ -156,7 +157,7 @@ class Segment:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the job."""
+        """The number of ranks of the job that get batches of their own."""
         return sum(ranks for _, ranks in self.caches.values()) or self.plan.ranks
 
     @property

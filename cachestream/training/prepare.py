@@ -194,7 +194,13 @@ class Preparer:
             deadlines = Deadlines(0.9 * timeout_s, min(_RANKS_DEADLINE_S, 0.5 * timeout_s))
             common = options.to_compare()
             self._found = find_ranks(
-                self.instance, common, cache_id, deadlines, self._closed, self._joined[0]
+                self.instance,
+                common,
+                cache_id,
+                deadlines,
+                self._closed,
+                self._joined[0],
+                options.replication,
             )
         return self._found
 
@@ -230,7 +236,7 @@ class Preparer:
         ranks.request(rounds[0], wanted.cancelled)
         with self._cache.catalogue.hurried(self._can_go_on(position)), ExitStack() as undo:
             try:
-                self._await_samples(position, len(ranks.group), wanted.cancelled)
+                self._await_samples(position, len(ranks.sharers), wanted.cancelled)
                 if ranks.leads:
                     with suppress(CacheError):
                         warn_of_skipped(self._cache)
@@ -338,11 +344,12 @@ class Preparer:
             taken.maps,
             order,
             plan,
-            ranks.group.index(ranks.rank),
+            ranks.place,
             total + taken.later_batches,
             record,
             is_resumed=taken.record is not None,
-            transform_key=mix_key(options.seed, position.epoch, ranks.rank),
+            transform_key=mix_key(options.seed, position.epoch, ranks.data_rank),
+            has_others=ranks.size > 1,
             sources=self._draw.sources_in(order, snapshot),
         )
 
@@ -357,7 +364,7 @@ class Preparer:
 
     def _plan(self, context: DrawContext, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
         """The plan of this rank, and the epoch's batches, before the ranks agree on the smallest number."""
-        options, group_size, position = self._options, len(self.ranks.group), context.position
+        options, group_size, position = self._options, len(self.ranks.sharers), context.position
         batch_size, drop_last, remaining = options.batch_size, options.drop_last, context.remaining
         if bounds is not None:
             batches = (len(bounds) - 1) // group_size
@@ -376,7 +383,7 @@ class Preparer:
             if remaining is not None and remaining < batch_size * group_size:
                 raise ConfigError(
                     f"epoch_size={options.epoch_size} makes no batch of {batch_size} for each of "
-                    f"{self.ranks.size} ranks: give at least {batch_size * self.ranks.size}"
+                    f"{self.ranks.num_data_ranks} ranks: give at least {batch_size * self.ranks.num_data_ranks}"
                 )
             raise NotEnoughSamplesError(
                 f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {group_size} ranks; "
@@ -395,7 +402,7 @@ class Preparer:
             mine["order"] = xxhash.xxh3_64_hexdigest(segment.record.listed.values.tobytes())
         if ranks.leads and len(ranks.group) < ranks.size:
             mine["record"] = segment.record.to_state()
-            mine["cache"], mine["ranks"] = self._cache.cache_id, len(ranks.group)
+            mine["cache"], mine["ranks"] = self._cache.cache_id, len(ranks.sharers)
         answers = ranks.agree(name, mine)
         for rank in ranks.group:
             if answers[rank].get("order") != mine.get("order"):

@@ -3,7 +3,7 @@
 The agreement runs in a background thread while the trainer's own collectives run, so it must not touch the
 process group: it uses its own connection to a TCPStore, and the error of every wait names the late ranks.
 Ranks that share a cache form a group, found by the cache's identity. The lowest rank of a group leads it: it
-takes the snapshot, and the others join its lease.
+takes the snapshot, and the others join its lease. Ranks that get equal batches have one data rank.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from cachestream.training.rendezvous import (
     StoreConnection,
     meet_at,
 )
+from cachestream.training.replication import Replication
 from cachestream.training.threads import Flag
 
 _meetings = itertools.count()
@@ -61,11 +62,36 @@ class Deadlines:
 
 
 class Ranks:
-    """The ranks of a job, as the preparation of epochs sees them. This class is a job of a single rank."""
+    """The ranks of a job, as the preparation of epochs sees them. This class is a job of a single rank.
+
+    `data_ranks`: the data rank of each rank of the job; ranks with an equal one get equal batches.
+    """
 
     rank = 0
     size = 1
     group: Group = (0,)
+    data_ranks: Sequence[int] = (0,)
+
+    @property
+    def data_rank(self) -> int:
+        """The data rank of this one."""
+        return self.data_ranks[self.rank]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of different data ranks in the job."""
+        return len(set(self.data_ranks))
+
+    @property
+    def sharers(self) -> Group:
+        """The first rank of the group with each data rank: those that share the order of the group's samples."""
+        first = {self.data_ranks[rank]: rank for rank in reversed(self.group)}
+        return tuple(first[number] for number in sorted(first))
+
+    @property
+    def place(self) -> int:
+        """The place of this rank's batches among those of `sharers`."""
+        return [self.data_ranks[rank] for rank in self.sharers].index(self.data_rank)
 
     @property
     def leads(self) -> bool:
@@ -112,6 +138,7 @@ class StoreRanks(Ranks):
         self.rank = rank
         self.size = size
         self.group: Group = (rank,)
+        self.data_ranks: Sequence[int] = range(size)
         self._connection = connection
         self._deadlines_s = deadlines_s
         self._agreed_once = False
@@ -121,13 +148,19 @@ class StoreRanks(Ranks):
         self._cancelled = cancelled
 
     def meet(
-        self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
+        self,
+        settings: Mapping[str, Any],
+        cache_id: str,
+        where: str = "come to its EpochLoader",
+        data_rank: int | None = None,
     ) -> list[str]:
         """Exchange settings and identities with all ranks; return their caches' identities, by rank.
 
-        Raises RankMismatchError for `settings` that differ from rank 0's.
+        `data_rank`: None for that of a rank whose batches are its own. Raises RankMismatchError for `settings` that
+        differ from rank 0's, and for ranks with different caches that are to get equal batches.
         """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
+        me["data_rank"] = self.rank if data_rank is None else data_rank
         self._connection.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
         hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first)
         self._connection.serve = lambda: None  # the other one keeps the job's store and port from a new job
@@ -143,6 +176,14 @@ class StoreRanks(Ranks):
                     )
         caches = [str(hello["cache"]) for hello in hellos]
         self.group = tuple(r for r, cache in enumerate(caches) if cache == cache_id)
+        self.data_ranks = [int(hello["data_rank"]) for hello in hellos]
+        for r, number in enumerate(self.data_ranks):
+            first = self.data_ranks.index(number)
+            if caches[r] != caches[first]:
+                raise RankMismatchError(
+                    f"{self._names[r]} and {self._names[first]} are to get equal batches (replicate=), and have caches of "
+                    "their own: let them share one, or replicate along dimensions within a node"
+                )
         return caches
 
     def request(self, name: str, cancelled: Flag) -> None:
@@ -286,12 +327,14 @@ def find_ranks(
     deadlines_s: Deadlines,
     closed: Flag,
     job: ProcessGroup | None,
+    replication: Replication,
 ) -> Ranks:
     """The ranks of `job`; a single rank if it is None.
 
     `instance` counts the loaders of a process; loaders with the same number belong together. All waits end
-    when `closed` is set. Raises RankMismatchError, Cancelled.
+    when `closed` is set. Raises RankMismatchError, ConfigError for a `replication` of another job, Cancelled.
     """
+    data_rank = replication.number_of(*((0, 1) if job is None else (job.rank, job.size)))
     if job is None or job.size == 1:
         return Ranks()
     began_s = time.monotonic()
@@ -299,7 +342,7 @@ def find_ranks(
         job, f"cachestream/{instance}", "its EpochLoader", deadlines_s.first, deadlines_s.later, closed
     )
     ranks = StoreRanks(connection, job.rank, job.size, deadlines_s.since(began_s), closed)
-    ranks.meet(settings, cache_id)
+    ranks.meet(settings, cache_id, data_rank=data_rank)
     return ranks
 
 

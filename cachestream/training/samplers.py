@@ -70,6 +70,7 @@ def join_selections(mine: Selection, batch_size: int, ranks: Ranks, name: str) -
         "bounds": None if mine.bounds is None else pack_numbers(mine.bounds),
     }
     answers = ranks.agree(name, share, in_group=True)
+    answers = [answers[ranks.group.index(rank)] for rank in ranks.sharers]
     lists = [unpack_numbers(answer["drawn"]) for answer in answers]
     bounds = [unpack_numbers(answer["bounds"]) for answer in answers if answer["bounds"] is not None]
     if bounds and len(bounds) < len(lists):

@@ -319,7 +319,7 @@ class SegmentReader:
                 batches.append(Batch(staged.batch, staged.ready, number, size, skipped.pop(0)))
                 del staged
                 continue
-            if segment.num_ranks > 1:
+            if segment.has_others:
                 raise CorruptShardError(
                     f"all samples of a batch of epoch {segment.position.epoch} lie in damaged shards, and the "
                     "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
