@@ -87,13 +87,18 @@ def test_torchtitan_trains_two_ranks_and_goes_on_at_the_exact_next_batch(folder:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_the_example_refuses_ranks_that_need_the_same_batch(folder: Path) -> None:
-    tensor_parallel = (
-        "--parallelism.data_parallel_replicate_degree",
-        "1",
-        "--parallelism.tensor_parallel_degree",
-        "2",
-    )
-    status, _, printed = train(folder, "refused", *tensor_parallel)
+def test_ranks_of_tensor_parallelism_train_on_equal_batches(folder: Path) -> None:
+    alone = ("--parallelism.data_parallel_replicate_degree", "1")
+    status, losses, printed = train(folder, "tensor", *alone, "--parallelism.tensor_parallel_degree", "2")
+    assert status == 0, printed[-4000:]
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert float(losses[6]) < float(losses[1]), "ranks with different batches would not agree on gradients"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_the_example_refuses_a_pipeline(folder: Path) -> None:
+    alone = ("--parallelism.data_parallel_replicate_degree", "1")
+    status, _, printed = train(folder, "refused", *alone, "--parallelism.pipeline_parallel_degree", "2")
     assert status != 0
-    assert "use data parallelism alone" in printed
+    assert "give cs.stream a mesh= and replicate=" in printed
