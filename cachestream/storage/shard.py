@@ -147,6 +147,16 @@ class ShardColumns(Mapping[str, npt.NDArray[Any]]):
         found = shard.array(column)
         return found[:, 0].copy() if field.kind == "tensor" else np.diff(found)
 
+    def shapes(self, name: str) -> IntArray:
+        """The shapes of the tensors `name`, int64 `[num_samples, ndim]`. Raises ConfigError for str and bytes."""
+        field, shard = self._field(name), self._shard
+        if field.kind != "tensor":
+            raise ConfigError(f"{name!r} is {field.kind}, which has no shape")
+        if field.shape is not None:
+            return np.tile(np.array(field.shape, np.int64), (self.num_samples, 1))
+        shard.verify(f"{name}#shapes")
+        return shard.array(f"{name}#shapes").copy()
+
     def _field(self, name: str) -> Field:
         if name not in self._fields:
             raise ConfigError(f"the samples have no field {name!r}: they have {sorted(self._fields)}")

@@ -110,6 +110,17 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             raise error
         return lengths
 
+    def shape_groups(self, field: str) -> IntArray:
+        """A number for each sample, int64 `[len(self)]`, for samplers: equal where the shapes of `field` are.
+
+        Raises ConfigError for another name, str and bytes, CorruptShardError for damaged shapes.
+        """
+        with self._exclusive():
+            groups, damaged = self._open().maps.shape_groups(field)
+        for _, error in damaged:
+            raise error
+        return groups
+
     def close(self) -> None:
         """Release the shards for eviction. Tensors handed out stay valid."""
         self._closed = True

@@ -23,6 +23,7 @@ from cachestream.training.samplers import (
     may_draw_globally,
     seeded_globally,
 )
+from cachestream.training.shape_batches import shape_batches
 from cachestream.training.token_batches import token_batches
 from cachestream.training.weights import draw
 
@@ -199,6 +200,18 @@ class TokenDraw(Draw):
         return _listed(record, chosen.indices, chosen.bounds)
 
 
+class ShapeDraw(Draw):
+    """Batches of samples in which a field has one shape."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
+        ranks = len(context.ranks.sharers)
+        chosen = shape_batches(dataset, self._field, context.options, record.drawn, context.key, ranks)
+        return _listed(record, chosen.indices, chosen.bounds)
+
+
 def make_draw(options: LoaderOptions) -> Draw:
     """The draw of `options`, of which one at most says what is drawn."""
     if options.weights is not None:
@@ -207,4 +220,6 @@ def make_draw(options: LoaderOptions) -> Draw:
         return MixtureDraw(options.mixture)
     if options.sampler is not None:
         return SamplerDraw(options.sampler)
+    if options.group_by is not None:
+        return ShapeDraw(options.group_by)
     return Draw() if options.max_tokens is None else TokenDraw(options.max_tokens)

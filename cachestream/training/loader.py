@@ -101,6 +101,9 @@ class EpochLoader:
         max_tokens: the budget of a batch, as `{field: tokens}`: the longest of its samples times their
             number, which is at most `batch_size`. Samples of like length come together, an epoch is at most
             one pass, and no batch is dropped for its size.
+        group_by: the field by whose shape batches are formed: it is one tensor in each, `[B, *shape]`, also of images of
+            several sizes. A shape with fewer samples than `batch_size` left makes a smaller batch, whatever
+            `drop_last` says; of the last few batches each rank gets one, or none does.
         mesh: the torch DeviceMesh of all ranks, whose dimensions `replicate` names.
         replicate: the dimensions whose ranks get equal batches, `("tp", "cp")`; without `mesh` a number: so many
             consecutive ranks. Sizes are then over those with batches of their own. A state goes on with any other
@@ -139,6 +142,7 @@ class EpochLoader:
         where: Condition | None = None,
         columns: Sequence[str] | None = None,
         max_tokens: Mapping[str, int] | None = None,
+        group_by: str | None = None,
         mesh: DeviceMesh | None = None,
         replicate: int | str | Sequence[str] | None = None,
         **unknown: object,
@@ -162,6 +166,7 @@ class EpochLoader:
             ragged=ragged,
             mixture=None if mixture is None else Mixture(mixture),
             max_tokens=max_tokens,
+            group_by=group_by,
             view=make_view(where, columns),
             replication=make_replication(mesh, replicate),
         ).checked(replay)

@@ -64,6 +64,7 @@ class LoaderOptions:
     replay: Replay | None = None
     split: Split | None = None
     max_tokens: Mapping[str, int] | None = None
+    group_by: str | None = None
     view: View = ALL
     replication: Replication = Replication()  # noqa: RUF009  frozen
 
@@ -83,7 +84,8 @@ class LoaderOptions:
         names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
         split = {} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}
         tokens = {} if self.max_tokens is None else {"max_tokens": dict(self.max_tokens)}
-        return {name: getattr(self, name) for name in names} | split | tokens
+        groups = {} if self.group_by is None else {"group_by": self.group_by}
+        return {name: getattr(self, name) for name in names} | split | tokens | groups
 
     def checked(self, replay: str | os.PathLike[str] | None) -> LoaderOptions:
         """These options with plain numbers, and with the manifests at `replay`, which say what is drawn.
@@ -99,7 +101,7 @@ class LoaderOptions:
         check_share("turnover", self.turnover)
         check_seconds("timeout_s", self.timeout_s, SHORTEST_S)
         seed = check_count("seed", self.seed, -math.inf)
-        draws = ("sampler", "weights", "mixture", "locality", "max_tokens")
+        draws = ("sampler", "weights", "mixture", "locality", "max_tokens", "group_by")
         given = [f"{name}=" for name in draws if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} do not go together: each says what is drawn")
@@ -109,6 +111,8 @@ class LoaderOptions:
             check_sampler(self.sampler)
         if self.max_tokens is not None:
             check_max_tokens(self.max_tokens)
+        if self.group_by is not None:
+            check_group_by(self.group_by, self.ragged)
         with_keys = self.with_keys or self.weights is not None
         options = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]
         return options if replay is None else options._of_replay(parse_path(replay, "replay"))
@@ -119,6 +123,18 @@ class LoaderOptions:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
         # Orders end where the recorded ones did: the samples at the end were a batch, and are not dropped.
         return replace(self, drop_last=False, replay=Replay(path))
+
+
+def check_group_by(group_by: object, ragged: Ragged) -> None:
+    """Raise ConfigError unless `group_by` names a field that `ragged` does not name."""
+    if not isinstance(group_by, str):
+        raise ConfigError(
+            f"group_by={group_by!r}: give the name of the field by whose shape batches are formed"
+        )
+    if isinstance(ragged, Mapping) and group_by in ragged:
+        raise ConfigError(
+            f"group_by= and ragged= both name {group_by!r}: of one shape, it is a tensor; leave it out of ragged="
+        )
 
 
 def make_weights(weights: object) -> KeyWeights | None:

@@ -105,7 +105,7 @@ class Gathering:
         self.transfer = transfer
         self.transform = None if transform is None else with_generator(transform)
         self.quarantine = quarantine
-        self.with_keys, self.ragged = options.with_keys, options.ragged
+        self.with_keys, self.ragged, self.stacked = options.with_keys, options.ragged, options.group_by
         self.threads = Threads("gather")
         self._queue: Queue | None = None
         self._held: deque[tuple[int, Any]] = deque()  # what tasks in C use, from before they are submitted
@@ -201,7 +201,9 @@ class SegmentReader:
             gathering.threads.most = max(gathering.threads.most, self._num_threads)
         self._room = self.together * segment.plan.batch_size  # of all tasks, so that memory is used again
         pool = gathering.transfer.pool
-        self._gatherer = Gatherer(maps, pool, self._room, gathering.with_keys, gathering.ragged)
+        self._gatherer = Gatherer(
+            maps, pool, self._room, gathering.with_keys, gathering.ragged, gathering.stacked
+        )
         self._in_c = (
             memory.in_c is not None
             and gathering.transform is None

@@ -285,7 +285,7 @@ class Gatherer:
 
     `lend_samples`: the most samples gathered at a time, for which memory is taken; 0 where their number
     varies. `with_keys`: add the samples' keys as one more field, a list of str. `ragged`: the layout of
-    fields whose shape varies.
+    fields whose shape varies; `stacked`: the one that has one shape in each batch.
     """
 
     def __init__(
@@ -295,6 +295,7 @@ class Gatherer:
         lend_samples: int = 0,
         with_keys: bool = False,
         ragged: Ragged = "list",
+        stacked: str | None = None,
     ) -> None:
         self.maps = maps
         self._with_keys = with_keys
@@ -302,6 +303,7 @@ class Gatherer:
         self._lend_samples = lend_samples
         self._lend = pool.lend if lend_samples else pool.lend_rounded
         self._layouts = layouts_of(ragged, maps.snapshot.schema)
+        self._stacked = stacked
         self.fixed = FixedColumns(maps)
 
     def gather(self, shards: IntArray, rows: IntArray) -> Columns:
@@ -332,13 +334,23 @@ class Gatherer:
         columns: Columns = {}
         for field in self.maps.snapshot.schema.fields:
             name, layout = field.name, self._layouts.get(field.name, "list")
-            if field.shape is None:
+            if name == self._stacked:
+                columns[name] = self._stack(field, fixed, shards, rows)
+            elif field.shape is None:
                 columns[name] = gather_varying(self.maps.fields[name], layout, shards, rows, self._pool)
             else:
                 columns[name] = wrap_fixed(fixed[name], field, layout)
         if self._with_keys:
             columns[KEY_FIELD] = self.keys(shards, rows)
         return columns
+
+    def _stack(self, field: Field, fixed: Columns, shards: IntArray, rows: IntArray) -> torch.Tensor:
+        """Return a field that has one shape in this batch, as one tensor."""
+        if field.shape is not None:
+            tensor: torch.Tensor = fixed[field.name]
+            return tensor
+        padded = gather_varying(self.maps.fields[field.name], "padded", shards, rows, self._pool)
+        return padded.values  # type: ignore[no-any-return]
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """Return the keys of samples `rows` of `shards`."""

@@ -235,6 +235,19 @@ class EpochMaps:
             values = self.lengths[name]
             return values.of(self.snapshot).astype(np.int64), values.damaged
 
+    def shape_groups(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
+        """A number for each sample of the snapshot, int64 `[num_samples]`, equal where the shapes of `name` are; and
+        the damaged shards (position, error), whose samples have 0.
+        """
+        with self._measuring:
+            key = f"{name}#shapes"
+            if key not in self.lengths:
+                self.lengths[key] = ShardValues(
+                    lambda shard: _numbers_of(ShardColumns(shard).shapes(name)), np.int64(0)
+                )
+            values = self.lengths[key]
+            return values.of(self.snapshot), values.damaged
+
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
         snapshot = self.snapshot
@@ -393,6 +406,17 @@ def _default_max_open() -> int:
     except (OSError, ValueError):
         return _MAX_OPEN
     return min(_MAX_OPEN, max(64, granted // 4))
+
+
+def _numbers_of(shapes: IntArray) -> IntArray:
+    """Return a number for each of `shapes`, int64 `[n, ndim]`: different ones have different numbers, up to three
+    dimensions below a million; beyond that it is as unlikely as for a hash that they have not.
+    """
+    numbers = np.ones(len(shapes), np.int64)
+    with np.errstate(over="ignore"):
+        for axis in shapes.T:
+            numbers = numbers * 1_000_003 + axis
+    return numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
