@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cachestream.formats.parquet import ParquetSource
     from cachestream.formats.tar import TarSource
     from cachestream.formats.tfrecord import TFRecordSource
+    from cachestream.integrations.decode_images import decode_images
     from cachestream.listing.manifest import Manifest
     from cachestream.sources.arrays import ArraySource
     from cachestream.sources.base import Source
@@ -95,6 +96,7 @@ __all__ = [
     "WorkerError",
     "WorkerTimeoutError",
     "collate",
+    "decode_images",
     "metrics",
     "mix",
     "open_source",
@@ -130,6 +132,7 @@ _HOMES: Final[dict[str, str]] = {
     "TarSource": "formats.tar",
     "Worker": "worker.worker",
     "collate": "training.batches.collate",
+    "decode_images": "integrations.decode_images",
     "metrics": "training.stats",
     "mix": "sources.open",
     "open_source": "sources.open",

@@ -54,7 +54,8 @@ CONTRACT: Final = {
         "mix",
     ),
     *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource", "CacheSource"),
-    *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics", "trace"),
+    *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "decode_images"),
+    *("stream", "metrics", "trace"),
 }
 
 
