@@ -161,7 +161,9 @@ class Attachments:
         """Remove earlier requests to the worker, and the files of dead processes."""
         self._remove_dead()
         for name in ("stop", "detached"):
-            remove_if_there(self._directory.worker_file(name))
+            path = self._directory.worker_file(name)
+            with translated_disk_errors(path):
+                remove_if_there(path)
 
     def _request(self, name: str) -> None:
         path = self._directory.worker_file(name)
