@@ -33,7 +33,7 @@ def extension(name: str) -> Extension:
 
 EXTENSIONS = [
     extension("cachestream.training.batches._gather"),
-    extension("cachestream.sources.decode._varints"),
+    extension("cachestream.formats._varints"),
 ]
 
 

@@ -45,7 +45,6 @@ ARRANGEMENTS: Final[dict[str, dict[str, Any]]] = {
     "alone": {},
     "partition": {},
     "share": {"share": "all"},
-    "replicas=2": {"share": "two", "replicas": 2},
 }
 TIMEOUT_S: Final = 300.0
 

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeoutError,
     )
+    from cachestream.formats.arrow import ArrowSource
+    from cachestream.formats.cache import CacheSource
+    from cachestream.formats.files import FileSource
+    from cachestream.formats.lines import LinesSource
+    from cachestream.formats.litdata import LitDataSource
+    from cachestream.formats.mds import MDSSource
+    from cachestream.formats.parquet import ParquetSource
+    from cachestream.formats.tar import TarSource
+    from cachestream.formats.tfrecord import TFRecordSource
     from cachestream.listing.manifest import Manifest
     from cachestream.sources.arrays import ArraySource
-    from cachestream.sources.arrow_files import ArrowSource
     from cachestream.sources.base import Source
-    from cachestream.sources.cache_source import CacheSource
     from cachestream.sources.datasets import CallableSource, DatasetSource, IterableSource
     from cachestream.sources.decode.images import ImageOptions
-    from cachestream.sources.files import FileSource
-    from cachestream.sources.jsonl_csv import LinesSource
     from cachestream.sources.open import mix, open_source
-    from cachestream.sources.parquet import ParquetSource
-    from cachestream.sources.peers.litdata import LitDataSource
-    from cachestream.sources.peers.mds import MDSSource
-    from cachestream.sources.tar import TarSource
-    from cachestream.sources.tfrecord import TFRecordSource
     from cachestream.sources.token_windows import pack_tokens
     from cachestream.storage.cache import Cache
     from cachestream.storage.shard import ShardColumns
@@ -108,26 +108,26 @@ __version__ = "0.1.0"
 # Where a name lives; whatever is public and not named here is an error class.
 _HOMES: Final[dict[str, str]] = {
     "ArraySource": "sources.arrays",
-    "ArrowSource": "sources.arrow_files",
+    "ArrowSource": "formats.arrow",
     "Cache": "storage.cache",
-    "CacheSource": "sources.cache_source",
+    "CacheSource": "formats.cache",
     "CallableSource": "sources.datasets",
     "DatasetSource": "sources.datasets",
     "EpochDataset": "training.dataset",
     "EpochLoader": "training.loader",
-    "FileSource": "sources.files",
+    "FileSource": "formats.files",
     "ImageOptions": "sources.decode.images",
-    "LinesSource": "sources.jsonl_csv",
-    "LitDataSource": "sources.peers.litdata",
-    "MDSSource": "sources.peers.mds",
+    "LinesSource": "formats.lines",
+    "LitDataSource": "formats.litdata",
+    "MDSSource": "formats.mds",
     "IterableSource": "sources.datasets",
     "Manifest": "listing.manifest",
     "Padded": "training.batches.gather",
     "ShardColumns": "storage.shard",
-    "ParquetSource": "sources.parquet",
+    "ParquetSource": "formats.parquet",
     "Source": "sources.base",
-    "TFRecordSource": "sources.tfrecord",
-    "TarSource": "sources.tar",
+    "TFRecordSource": "formats.tfrecord",
+    "TarSource": "formats.tar",
     "Worker": "worker.worker",
     "collate": "training.batches.collate",
     "metrics": "training.stats",

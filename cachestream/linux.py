@@ -2,9 +2,6 @@
 
 Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would exceed the
 limit of open files (1024 in many shells). `FileMap` keeps the mapping only.
-
-The owner of a cache may put a link anywhere in it, at any time. Root, working in a user's cache, would follow
-it and create, give away or remove files of its own. So every change goes through a descriptor of the folder.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ import shutil
 import signal
 import stat
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,11 +142,18 @@ def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
     return bool(done == int(ranges[:, 1].sum()))
 
 
+def boot_id() -> str:
+    """The identity of this run of the machine, which a restart changes; "" where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().decode().strip()
+    except (OSError, UnicodeError):
+        return ""
+
+
 def begin_writeback(fd: int, size_bytes: int) -> None:
     """Start writing back the last `size_bytes` before the position of `fd`.
 
-    Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
-    cache. It is a hint: errors appear in the fsync.
+    Otherwise the kernel writes when its limit of unwritten memory is met, in bursts that stop the writers.
     """
     if _sync_file_range is not None:
         start = os.lseek(fd, 0, os.SEEK_CUR) - size_bytes
@@ -230,19 +232,14 @@ def kind_of(path: str) -> str | None:
         return None
 
 
-_FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_ATTEMPTS: Final = 100
-
-
 def open_private(path: str, flags: int) -> int:
     """An `opener` for `open`: the file it makes is readable by its owner only, and no child inherits it.
 
-    A file that root creates in a user's folder is given to that user. Links are not followed. Raises
-    NotAFileError for what is no regular file.
+    Links are not followed. Raises NotAFileError for what is no regular file.
     """
     # Without O_NONBLOCK, opening a named pipe would wait for its other end.
     try:
-        fd = _open_private(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno in NOT_A_FILE and (kind := kind_of(path)) is not None:
             raise NotAFileError(error.errno, f"it is a {kind}", path) from error
@@ -253,48 +250,10 @@ def open_private(path: str, flags: int) -> int:
     raise NotAFileError(errno.ENXIO, f"it is a {_KINDS[stat.S_IFMT(mode)]}", path)
 
 
-def _open_private(path: str, flags: int) -> int:
-    if not flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
-        return os.open(path, flags)  # reading changes nothing, wherever a link leads
-    with _parent(path) as (name, folder):
-        for _ in range(_ATTEMPTS if flags & os.O_CREAT else 0):
-            try:
-                fd = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=folder)
-            except FileExistsError:
-                if flags & os.O_EXCL:
-                    raise
-            else:
-                _give_to_owner(fd, folder)
-                return fd
-            with suppress(FileNotFoundError):  # removed since: try again
-                return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
-        return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
-
-
-def make_private_folder(path: str) -> None:
-    """Make the folder `path`, unless it exists; one that root makes in a user's folder is given
-    to that user.
-    """
-    with _parent(path) as (name, folder):
-        try:
-            os.mkdir(name, 0o700, dir_fd=folder)
-        except FileExistsError:
-            if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                raise
-            return
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            if not os.listdir(fd):  # another folder of root may have been moved there since
-                _give_to_owner(fd, folder)
-        finally:
-            os.close(fd)
-
-
 def move(source: str, target: str) -> None:
     """Rename `source` to `target`, in place of the file that is there."""
     try:
-        with _parent(source) as (old, old_folder), _parent(target) as (new, new_folder):
-            os.replace(old, new, src_dir_fd=old_folder, dst_dir_fd=new_folder)
+        os.replace(source, target)
     except IsADirectoryError as error:
         error.filename = target
         raise
@@ -305,49 +264,16 @@ def remove(path: str) -> None:
 
     For names that are the cache's own. Raises FileNotFoundError where there is nothing.
     """
-    with _parent(path) as (name, folder):
-        try:
-            os.unlink(name, dir_fd=folder)
-        except IsADirectoryError:
-            shutil.rmtree(f"/proc/self/fd/{folder}/{name}")  # before 3.11 it takes no dir_fd
-
-
-def _give_to_owner(fd: int, folder: int) -> None:
-    """Give a file that root has just made, open as `fd`, to the owner of `folder`, who could not open it
-    otherwise.
-    """
-    owner = os.fstat(folder)
-    if os.geteuid() == 0 and owner.st_uid != 0:
-        with suppress(OSError):  # some filesystems have no owners: everyone has access
-            os.fchown(fd, owner.st_uid, owner.st_gid)
-
-
-@contextmanager
-def _parent(path: str) -> Iterator[tuple[str, int]]:
-    """The last part of `path`, and a descriptor of its folder, opened without following links. Errors name
-    `path`.
-    """
-    *above, name = os.path.abspath(path).split("/")
-    folder = os.open("/", _FOLDER)
     try:
-        for part in above[1:]:
-            outer, folder = folder, _open_subfolder(folder, part)
-            os.close(outer)
-        yield name, folder
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(folder)
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
-def _open_subfolder(folder: int, name: str) -> int:
-    try:
-        return os.open(name, _FOLDER, dir_fd=folder)
-    except NotADirectoryError as error:
-        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise OSError(errno.ELOOP, f"{name}: {os.strerror(errno.ELOOP)}") from error
-        raise
+def other_owner(folder: str) -> int | None:
+    """The user to whom `folder` belongs, if it is neither this process's nor root; root is no exception."""
+    owner = os.stat(folder).st_uid
+    return None if owner in (os.geteuid(), 0) else owner
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -226,6 +226,12 @@ class Schema:
             return self
         return Schema(tuple(replace(field, dtype=dtype) for field, dtype in pairs), self.container)
 
+    def with_shapes(self, found: Iterable[Sequence[tuple[int, ...] | None]]) -> Schema:
+        """The schema of samples whose fields have the shapes `found`: a shape that differs is ragged."""
+        common = (shapes[0] if len(set(shapes)) == 1 else None for shapes in zip(*found, strict=True))
+        pairs = zip(self.fields, common, strict=True)
+        return Schema(tuple(replace(field, shape=shape) for field, shape in pairs), self.container)
+
     def only(self, names: Iterable[str], asked: str = "fields") -> Schema:
         """The fields `names`, in this order. Raises ConfigError about `asked` for a name that is no field."""
         fields = {field.name: field for field in self.fields}

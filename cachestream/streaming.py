@@ -118,8 +118,7 @@ def _defaults_from_job(cache: Cache, options: Mapping[str, Any], timeout_s: floa
     """The defaults of `partition` and `linger_s` for the worker of this cache, in a distributed job."""
     warn_of_kept_store()
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
-    # Caches of a group share one pass, unless they are to have partitions that they exchange.
-    if "partition" not in options and (options.get("share") is None or options.get("exchange")):
+    if "partition" not in options and options.get("share") is None:  # caches of a group share one pass
         found["partition"] = find_share(cache.cache_id, 0.9 * timeout_s)
         if found["partition"] is not None:
             logger.info("%s is cache %d (from 0) of %d in this job", cache.path, *found["partition"])

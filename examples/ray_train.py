@@ -2,7 +2,7 @@
 
     python examples/ray_train.py s3://bucket/images/train /scratch/images --workers 2 --share images
 
-/scratch is a local disk of each node. With --share each image is read once for all, and cached on one node.
+/scratch is a local disk of each node. With --share each image is read once for all, and cached on every node.
 When a worker dies, all go on from the last checkpoint.
 """
 
@@ -36,7 +36,7 @@ def train(args: dict[str, Any]) -> None:
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
     # Not ray.train.torch.prepare_data_loader: the loader has shared the samples out among the ranks already.
     options: dict[str, Any] = {"batch_size": 32, "transform": resize, "num_workers": 2, "device": device}
-    options |= {"share": args["share"], "replicas": 1} if args["share"] else {}
+    options["share"] = args["share"]
     loader = cs.stream(args["remote"], args["cache"], "1GB", **options)
     parts: dict[str, Any] = {"model": model, "optimiser": optimiser, "loader": loader}
     if saved := ray.train.get_checkpoint():

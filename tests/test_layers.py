@@ -25,6 +25,7 @@ BELOW: Final[dict[str, frozenset[str]]] = {
     "transport": FOUNDATIONS,
     "listing": FOUNDATIONS | {"transport"},
     "sources": FOUNDATIONS | {"transport", "listing"},
+    "formats": FOUNDATIONS | {"sources"},
     "storage": FOUNDATIONS,
     "worker": FOUNDATIONS | {"transport", "listing", "sources", "storage"},
     "training": FOUNDATIONS | {"storage"},
@@ -125,6 +126,26 @@ def test_every_layer_imports_only_the_layers_below_it() -> None:
         allowed = not found.at_run_time and (found.module, target) in TYPES_FROM_ABOVE
         if layer in BELOW and target != layer and target not in BELOW[layer] and not allowed:
             wrong.append(str(found))
+    assert not wrong
+
+
+# What formats may use, built in or of other packages; the shards of a cache are a format of our own.
+FOR_FORMATS: Final = ("cachestream.sources.api", "cachestream.testing")
+OF_CACHES: Final = ("cachestream.schema", "cachestream.shard_format")
+
+
+def test_formats_use_what_those_of_other_packages_may_use() -> None:
+    plugins = sorted((ROOT / "plugins").glob("*/cachestream_*.py"))
+    trees = {f"plugins.{path.stem}": ast.parse(path.read_text(encoding="utf-8")) for path in plugins}
+    trees |= {name: tree for name, tree in _modules().items() if _names(name, "formats")}
+    assert len(trees) > 15
+    wrong = []
+    for name, tree in trees.items():
+        allowed = (*FOR_FORMATS, "cachestream.formats", *(OF_CACHES if name == "formats.cache" else ()))
+        for found in _imports(name, tree):
+            inside = found.target.startswith("cachestream.")
+            if inside and not any(_names(found.target, one) for one in allowed):
+                wrong.append(str(found))
     assert not wrong
 
 
@@ -248,7 +269,7 @@ def test_the_tests_of_the_contract_know_only_public_names() -> None:
 
 
 def _is_internal(name: str) -> bool:
-    public = ("cachestream.testing", "cachestream.integrations")
+    public = ("cachestream.testing", "cachestream.integrations", "cachestream.sources.api")
     return name.startswith("cachestream.") and not name.startswith(public)
 
 

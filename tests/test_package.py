@@ -26,7 +26,7 @@ from tests.support.forked import fork_script
 
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-PARTS_IN_C: Final = ["cachestream/sources/decode/_varints", "cachestream/training/batches/_gather"]
+PARTS_IN_C: Final = ["cachestream/formats/_varints", "cachestream/training/batches/_gather"]
 ERROR_CLASSES: Final = [
     one for one in vars(errors).values() if inspect.isclass(one) and one.__module__ == errors.__name__
 ]

@@ -10,6 +10,6 @@ Keys of "figures" in results/cluster.json, a list with the value of each round, 
   `shard_overhead_s` (publishing a shard, without fetching and decoding), `decode_s` (a sample, one processor).
 - for `check`, the runs that were measured: `num_shards`, `shard_bytes`, `fetched_bytes` (of a shard, from the remote),
   `samples_per_shard`, `limit_bytes` (of a cache), `processors` (of a node), `job_bytes_per_s` (from the remote, all nodes),
-  and for 3 to 5 nodes, of "alone", "partition", "share" or "replicas=2": `3 nodes, share / full_s` (from the first request
+  and for 3 to 5 nodes, of "alone", "partition" or "share": `3 nodes, share / full_s` (from the first request
   until the cache of the median node is full) and `3 nodes, share / egress_bytes`.
 """

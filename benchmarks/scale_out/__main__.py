@@ -9,7 +9,8 @@ from dataclasses import replace
 from benchmarks.measure import emit
 from benchmarks.record import load
 from benchmarks.scale_out.cluster import simulate
-from benchmarks.scale_out.report import ARRANGEMENTS, SETUP, SIZES, check, figures_of
+from benchmarks.scale_out.report import SETUP, SIZES, check, figures_of
+from benchmarks.scale_out.values import Arrangement
 
 
 def main() -> None:
@@ -22,10 +23,10 @@ def main() -> None:
         figures["worst_ratio"] = max(max(ratio, 1 / ratio) for ratio in ratios.values())
     for nodes in SIZES:
         began_s = time.process_time()
-        for arrangement in ARRANGEMENTS:
+        for arrangement in Arrangement:
             outcome = simulate(replace(SETUP, nodes=nodes), arrangement)
-            figures |= figures_of(nodes, arrangement.name, outcome)
-            print(f"{nodes} nodes, {arrangement.name}: {outcome}", file=sys.stderr, flush=True)
+            figures |= figures_of(nodes, arrangement.value, outcome)
+            print(f"{nodes} nodes, {arrangement.value}: {outcome}", file=sys.stderr, flush=True)
         figures[f"simulation_s_at_{nodes}"] = time.process_time() - began_s
     emit(**figures)
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 import simpy
 
-from benchmarks.scale_out.contents import trade, units_between
+from benchmarks.scale_out.contents import units_between
 from benchmarks.scale_out.link import Link
 from benchmarks.scale_out.values import Arrangement, Outcome, Setup
 from cachestream.permutation import mix_key
@@ -38,7 +38,6 @@ from cachestream.worker.order import Partition, PassPlan
 __all__ = ["simulate"]
 
 _ASKED: Final = 64  # nodes at a time that a replaced one asks for shards
-_WATCHED: Final = 16  # nodes of which it is recorded what they have seen, where shards are exchanged
 
 Steps = Generator[simpy.Event, Any, None]
 
@@ -48,9 +47,8 @@ class _Cluster:
 
     plans: list[PassPlan]  # of each node, or of the group
 
-    def __init__(self, setup: Setup, arrangement: Arrangement) -> None:
-        self.setup, self.arrangement = setup, arrangement
-        self.copies = arrangement.copies(setup)
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         self.first = -(-setup.min_samples // setup.samples_per_shard)  # shards with which a trainer begins
         nodes, self.env = setup.nodes, simpy.Environment()
         total = min(setup.job_bytes_per_s, setup.requests_per_s * setup.request_bytes)
@@ -66,7 +64,6 @@ class _Cluster:
         self.warm_s: list[float] = []
         self.processes = [self.env.process(self._run(node)) for node in range(nodes)]
         self.env.process(self._fail())
-        self.env.process(self._epochs())
 
     def _run(self, node: int, failed_s: float | None = None) -> Steps:
         """A node until it fails; `failed_s`: when the one failed that it replaces."""
@@ -78,9 +75,6 @@ class _Cluster:
             return
 
     def _fill(self, node: int, failed_s: float | None) -> Steps:
-        raise NotImplementedError
-
-    def _epochs(self) -> Steps:
         raise NotImplementedError
 
     def _lose(self, node: int) -> None:
@@ -133,9 +127,10 @@ class _Cluster:
         epoch_s = self.setup.epoch_s
         return self.env.timeout((math.floor(self.env.now / epoch_s) + 1) * epoch_s - self.env.now)
 
-    def _seen(self) -> float:
-        """The shards that one node has held so far, on average."""
-        return float(np.minimum(self.passed, [plan.share or 0 for plan in self.plans]).mean())
+    def _seen_share(self) -> float:
+        """The part of the data set that one node has held so far, on average."""
+        seen = np.minimum(self.passed, [plan.share or 0 for plan in self.plans])
+        return float(seen.mean()) / self.setup.num_shards
 
     def outcome(self) -> Outcome:
         """The figures at the end of the run."""
@@ -149,7 +144,7 @@ class _Cluster:
             full_s=float(np.quantile(full_s, 0.5, method="inverted_cdf")),
             full_p99_s=float(np.quantile(full_s, 0.99, method="inverted_cdf")),
             distinct_samples=int(is_held.sum()) * setup.samples_per_shard,
-            seen_share=self._seen() / setup.num_shards,
+            seen_share=self._seen_share(),
             egress_bytes=float(self.link.moved_bytes),
             copied_bytes=float(self.copied * setup.shard_bytes),
             first_s=float(self.ready_s.max()),
@@ -161,19 +156,18 @@ class _Cluster:
 
 
 class _Separate(_Cluster):
-    """Nodes that fetch all that they hold: alone, or each its share, of which they may trade a part."""
+    """Nodes that fetch all that they hold: alone, or each its share."""
 
     def __init__(self, setup: Setup, arrangement: Arrangement) -> None:
         self.capacity = setup.shards_in_cache
-        self.plans = [self._plan(setup, arrangement, node) for node in range(setup.nodes)]
-        self.contents: list[IntArray] = [np.empty(0, np.int64)] * setup.nodes  # where shards are exchanged
+        is_alone = arrangement is Arrangement.ALONE
+        self.plans = [self._plan(setup, node, is_alone=is_alone) for node in range(setup.nodes)]
         self.held = np.zeros(setup.nodes, np.int64)
-        self.seen = np.zeros((min(setup.nodes, _WATCHED), setup.num_shards), bool)
-        super().__init__(setup, arrangement)
+        super().__init__(setup)
 
     @staticmethod
-    def _plan(setup: Setup, arrangement: Arrangement, node: int) -> PassPlan:
-        is_alone, units = arrangement.replicas == 0, setup.num_shards
+    def _plan(setup: Setup, node: int, *, is_alone: bool) -> PassPlan:
+        units = setup.num_shards
         partition = None if is_alone else Partition(node, setup.nodes)
         return PassPlan("shuffle", setup.seed + node * is_alone, 0, units, "", units, partition)
 
@@ -198,47 +192,20 @@ class _Separate(_Cluster):
             self.warm_s.append(self.env.now - failed_s)
         if math.isinf(self.full_s[node]):
             self.full_s[node] = self.env.now
-            self._take(node, target)
+            self.passed[node] += target
         while refill := self._refill(target, int(self.passed[node]), units):
             yield self._next_epoch()
             yield from self._fetch(node, refill)
-            self._take(node, refill)
-
-    def _take(self, node: int, shards: int) -> None:
-        """Add the next shards of its order to what a node holds; the oldest ones leave."""
-        start = int(self.passed[node])
-        self.passed[node] += shards
-        if self.arrangement.exchange:
-            new = units_between(self.plans[node], start, start + shards)
-            self.contents[node] = np.concatenate([self.contents[node], new])[-int(self.held[node]) :]
-            self._look_at(node)
-
-    def _look_at(self, node: int) -> None:
-        if node < len(self.seen):
-            self.seen[node, self.contents[node]] = True
-
-    def _epochs(self) -> Steps:
-        """Nodes trade a part of their shards in each epoch, once all have some."""
-        setup, share = self.setup, self.arrangement.exchange
-        for epoch in itertools.count(1):
-            yield self._next_epoch()
-            if share and self.passed.all():
-                self.contents = trade(self.contents, share, setup.seed, epoch)
-                self.copied += setup.nodes * math.ceil(share * min(map(len, self.contents)))
-                for node in range(len(self.seen)):
-                    self._look_at(node)
-
-    def _seen(self) -> float:
-        return float(self.seen.sum(axis=1).mean()) if self.arrangement.exchange else super()._seen()
+            self.passed[node] += refill
 
 
 class _Group(_Cluster):
-    """Nodes that fetch a shard once and copy it to those that keep it. Positions are those of the group's passes."""
+    """Nodes that fetch a shard once and copy it to all others. Positions are those of the group's passes."""
 
-    def __init__(self, setup: Setup, arrangement: Arrangement) -> None:
+    def __init__(self, setup: Setup) -> None:
         nodes, shards = setup.nodes, min(setup.shards_in_cache, setup.num_shards)
         self.plans = [PassPlan("shuffle", setup.seed, 0, setup.num_shards, "", setup.num_shards)]
-        self.capacity = min(setup.num_shards, nodes * shards // arrangement.copies(setup))
+        self.capacity = shards
         # The positions that each node keeps; a new one takes the place of its oldest.
         self.kept = np.full((nodes, shards), -1, np.int32)
         self.quota = shards  # that a node may have received: once full, what an epoch replaces is added
@@ -246,8 +213,9 @@ class _Group(_Cluster):
         self.last_s = np.zeros(nodes)  # the last arrival of a shard
         self.next = self.published = 0
         self.wanted, self.returned = self.capacity, deque[int]()
-        super().__init__(setup, arrangement)
+        super().__init__(setup)
         self.more = self.env.event()
+        self.env.process(self._epochs())
 
     def _held_units(self) -> Iterator[IntArray]:
         yield units_between(self.plans[0], 0, self.next)[np.unique(self.kept[self.kept >= 0])]
@@ -274,12 +242,8 @@ class _Group(_Cluster):
         self.more = self.env.event()
 
     def _publish(self, owner: int, position: int) -> None:
-        """Give a shard to the nodes that keep it: its owner, and those that have received the least, as far as they may."""
-        load = self.passed + self.rng.random(len(self.passed))  # ties at random
-        load[~self.is_up | (self.passed >= self.quota)] = math.inf
-        load[owner] = -1.0 if load[owner] < math.inf else math.inf
-        keepers = np.argpartition(load, self.copies - 1)[: self.copies]
-        keepers = keepers[load[keepers] < math.inf]
+        """Give a shard to all nodes that run, as far as they may have more."""
+        keepers = np.flatnonzero(self.is_up & (self.passed < self.quota))
         self.kept[keepers, self.passed[keepers] % self.kept.shape[1]] = position
         self.passed[keepers] += 1
         self.published += 1
@@ -290,7 +254,7 @@ class _Group(_Cluster):
 
     def _mark(self, keepers: IntArray) -> None:
         """Note the nodes that can begin, and those that are full."""
-        first = max(1, min(self.first, self.capacity * self.copies // self.setup.nodes))
+        first = max(1, min(self.first, self.capacity))
         ready = keepers[(self.passed[keepers] >= first) & np.isinf(self.ready_s[keepers])]
         self.ready_s[ready] = self.last_s[ready]
         if self.published == self.capacity:
@@ -321,7 +285,7 @@ class _Group(_Cluster):
             if self.published >= self.wanted:
                 refill = self._refill(shards, self.published, length)
                 self.quota += refill
-                self.wanted += refill * setup.nodes // self.copies
+                self.wanted += refill
                 self._wake()
 
     def _restore(self, node: int, failed_s: float) -> Steps:
@@ -347,10 +311,10 @@ class _Group(_Cluster):
     def _sources(self, node: int) -> tuple[IntArray, int]:
         """For each shard that a node lost another node that keeps it, and the number of shards that nobody else keeps.
 
-        What the group has replaced meanwhile is not missed; where every node keeps everything, it is what another one has.
+        What the group has replaced meanwhile is not missed: the node gets what another one has.
         """
         others = self.rng.permutation(np.flatnonzero(self.is_up))
-        if self.copies == self.setup.nodes and len(others):
+        if len(others):
             self.kept[node], self.passed[node] = self.kept[others[0]], self.passed[others[0]]
         self.kept[node, self.kept[node] < self.published - self.capacity] = -1
         filled = min(int(self.passed.max()), self.kept.shape[1])
@@ -367,5 +331,5 @@ class _Group(_Cluster):
 
 def simulate(setup: Setup, arrangement: Arrangement) -> Outcome:
     """Simulate a run."""
-    kind = _Separate if arrangement.replicas in (0, 1) else _Group
-    return kind(setup, arrangement).outcome()
+    is_group = arrangement is Arrangement.SHARE
+    return (_Group(setup) if is_group else _Separate(setup, arrangement)).outcome()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 
-from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray
 from cachestream.worker.order import PassPlan, UnitOrder
 
-__all__ = ["trade", "units_between"]
+__all__ = ["units_between"]
 
 
 def units_between(plan: PassPlan, start: int, stop: int) -> IntArray:
@@ -23,21 +19,3 @@ def units_between(plan: PassPlan, start: int, stop: int) -> IntArray:
         first, last = max(start - ordinal * length, 0), min(stop - ordinal * length, length)
         parts.append(order.units(np.arange(first, last)))
     return np.concatenate(parts)
-
-
-def trade(contents: Sequence[IntArray], share: float, seed: int, epoch: int) -> list[IntArray]:
-    """The units of each node after an exchange: each gives `share` of its own to one other node, and gets as many of another.
-
-    Nodes form a ring whose step is drawn anew in each epoch. Nothing is lost and nothing is held twice.
-    """
-    count, nodes = math.ceil(share * min(map(len, contents))), len(contents)
-    if nodes == 1 or not count:
-        return list(contents)
-    step = 1 + mix_key(seed, epoch) % (nodes - 1)
-    given = np.arange(count)
-    places = [Permutation(len(held), mix_key(seed, epoch, i)).at(given) for i, held in enumerate(contents)]
-    traded = [held.copy() for held in contents]
-    for node, held in enumerate(traded):
-        other = (node + step) % nodes
-        held[places[node]] = contents[other][places[other]]
-    return traded

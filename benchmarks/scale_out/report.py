@@ -10,22 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.scale_out.cluster import simulate
-from benchmarks.scale_out.values import ALL, FIT, Arrangement, Calibration, Outcome, Setup
+from benchmarks.scale_out.values import Arrangement, Calibration, Outcome, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["ARRANGEMENTS", "SETUP", "SIZES", "calibration_of", "check", "figures_of", "table", "write_guide"]
+__all__ = ["SETUP", "SIZES", "calibration_of", "check", "figures_of", "table", "write_guide"]
 
 SIZES: Final = (8, 64, 512, 4096)
-ARRANGEMENTS: Final = (
-    Arrangement("alone", replicas=0),
-    Arrangement("partition", replicas=1),
-    Arrangement("exchange=0.1", replicas=1, exchange=0.1),
-    Arrangement("replicas=2", replicas=2),
-    Arrangement("replicas=fit", replicas=FIT),
-    Arrangement("share", replicas=ALL),
-)
 ASSUMED: Final = Calibration(
     remote_bytes_per_s=1e9, copy_bytes_per_s=1.5e9, shard_overhead_s=0.02, decode_s=0.008, source="assumed"
 )
@@ -55,8 +47,8 @@ _ROWS: Final = {
     "a failed node reads again": ("re-read for a failure (GB)", "GB"),
     "its replacement is warm after": ("replaced node warm (s)", "s"),
 }
-_COLOURS: Final = ("#000000", "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73")  # Okabe and Ito's
-_MARKS: Final = ("o", "s", "v", "^", "D", "P")
+_COLOURS: Final = ("#000000", "#0072B2", "#009E73")  # Okabe and Ito's
+_MARKS: Final = ("o", "s", "P")
 
 Figures = Mapping[str, float | Sequence[float]]
 
@@ -70,7 +62,7 @@ def calibration_of(figures: Figures) -> Calibration:
 def check(figures: Figures) -> dict[str, float]:
     """The ratio of the model to each measured figure called "N nodes, ARRANGEMENT / …", by its name."""
     whole = ("num_shards", "shard_bytes", "fetched_bytes", "samples_per_shard", "limit_bytes", "processors")
-    arrangements = {one.name: one for one in ARRANGEMENTS}
+    arrangements = {one.value: one for one in Arrangement}
     found: dict[str, float] = {}
     for name, measured in figures.items():
         row, _, figure = name.partition(" / ")
@@ -115,11 +107,11 @@ def figures_of(nodes: int, name: str, outcome: Outcome) -> Iterator[tuple[str, f
 def table(figures: Mapping[str, float], nodes: int = SIZES[-1]) -> str:
     """The table of the guide: the arrangements of `nodes` nodes side by side."""
     lines = [
-        f"| {nodes:,} nodes | {' | '.join(one.name for one in ARRANGEMENTS)} |",
-        "|-" * (len(ARRANGEMENTS) + 1) + "|",
+        f"| {nodes:,} nodes | {' | '.join(one.value for one in Arrangement)} |",
+        "|-" * (len(Arrangement) + 1) + "|",
     ]
     for title, (column, unit) in _ROWS.items():
-        values = [figures.get(f"{nodes} nodes, {one.name} / {column}") for one in ARRANGEMENTS]
+        values = [figures.get(f"{nodes} nodes, {one.value} / {column}") for one in Arrangement]
         lines.append(f"| {title} | {' | '.join(_shown(value, unit) for value in values)} |")
     return "\n".join(lines)
 
@@ -172,10 +164,10 @@ def _draw(figures: Mapping[str, float], panels: Mapping[str, str], path: Path) -
 
 
 def _panel(axes: Axes, figures: Mapping[str, float], column: str) -> None:
-    for i, arrangement in enumerate(ARRANGEMENTS):
+    for i, arrangement in enumerate(Arrangement):
         points = _points(figures, arrangement, column)
         (line,) = axes.plot([*points], [*points.values()], _MARKS[i] + "-", color=_COLOURS[i], alpha=0.85)
-        line.set_label(arrangement.name)
+        line.set_label(arrangement.value)
         line.set_markersize(9 - i)  # of lines that coincide all are seen
         if column == "full, median (s)":
             points = _points(figures, arrangement, "full, p99 (s)")
@@ -192,7 +184,7 @@ def _panel(axes: Axes, figures: Mapping[str, float], column: str) -> None:
 
 def _points(figures: Mapping[str, float], arrangement: Arrangement, column: str) -> dict[int, float]:
     """The figures of a column by the number of nodes; none where nothing is copied, which has no logarithm."""
-    names = {nodes: f"{nodes} nodes, {arrangement.name} / {column}" for nodes in SIZES}
+    names = {nodes: f"{nodes} nodes, {arrangement.value} / {column}" for nodes in SIZES}
     points = {nodes: figures[name] for nodes, name in names.items() if name in figures}
     return {} if column.startswith("between") and not any(points.values()) else points
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum
 
 import numpy as np
 
 from cachestream.permutation import mix_key
 from cachestream.storage.reservations import HEADROOM_BYTES
 
-__all__ = ["ALL", "FIT", "Arrangement", "Calibration", "Outcome", "Setup"]
-
-ALL: Final = -1  # replicas: every node keeps every shard
-FIT: Final = -2  # replicas: as many as the caches hold of a whole data set
+__all__ = ["Arrangement", "Calibration", "Outcome", "Setup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +83,12 @@ class Setup:
         return [((i + 0.5) / number * self.duration_s, node) for i, node in enumerate(nodes.tolist())]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Who fetches, and who keeps.
+class Arrangement(Enum):
+    """Who fetches, and who keeps."""
 
-    `replicas`: the nodes that keep each shard; 0: every node fills alone, in an order of its own; 1: disjoint shares, of which
-    no node knows another; more (or `ALL`, `FIT`): one node fetches a shard, and others copy it. `exchange`: the share of a
-    node's shards that it trades for others in each epoch.
-    """
-
-    name: str
-    replicas: int
-    exchange: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.exchange and self.replicas != 1:
-            raise ValueError(
-                f"exchange={self.exchange} with replicas={self.replicas}: an exchange is modelled for replicas=1 alone"
-            )
-
-    def copies(self, setup: Setup) -> int:
-        """The nodes that keep a shard once it is published."""
-        fitting = setup.nodes * setup.shards_in_cache // setup.num_shards
-        wanted = {ALL: setup.nodes, FIT: fitting}.get(self.replicas, self.replicas)
-        return max(1, min(wanted, setup.nodes))
+    ALONE = "alone"  # every node, in an order of its own
+    PARTITION = "partition"  # every node its share
+    SHARE = "share"  # one node fetches a shard, and all others copy it
 
 
 @dataclass(frozen=True, slots=True)

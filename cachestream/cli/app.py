@@ -126,8 +126,6 @@ def worker(
         list[str] | None, typer.Option(help="Of the actors, KEY=VALUE, such as num_cpus=2.")
     ] = None,
     share: Annotated[str | None, typer.Option(help="The group of caches that share one filling.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="How many caches of the group keep a shard.")] = None,
-    exchange: Annotated[float, typer.Option(help="The share of shards traded each epoch, below 1.")] = 0.0,
     share_required: Annotated[
         bool, typer.Option("--share-required", help="Read nothing without a Ray cluster.")
     ] = False,
@@ -161,8 +159,6 @@ def worker(
         "engine": engine,
         "ray_options": pairs_of(ray_option or (), "--ray-option"),
         "share": share,
-        "replicas": replicas,
-        "exchange": exchange,
         "share_required": share_required,
     }
     WorkerOptions(**options).check()  # before a cache is made

@@ -8,22 +8,11 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningDataModule
 
-from cachestream.integrations.lightning_hooks import DataHooks, EpochHooks, MetricsHooks
+from cachestream.integrations.lightning_hooks import make_classes
 
 __all__ = ["CacheCallback", "CacheDataModule", "MetricsCallback", "callbacks"]
 
-
-class CacheCallback(EpochHooks, Callback):
-    """Gives every epoch of an EpochLoader its own length: progress bar, logging, `val_check_interval`."""
-
-
-class MetricsCallback(MetricsHooks, Callback):
-    """Logs `cs.metrics` of the training loader every `every_n_steps` batches and at the end of epochs."""
-
-
-class CacheDataModule(DataHooks, LightningDataModule):
-    __doc__ = DataHooks.__doc__
-    callback = CacheCallback
+CacheCallback, MetricsCallback, CacheDataModule = make_classes(Callback, LightningDataModule, __name__)
 
 
 def callbacks() -> list[Callback]:

@@ -19,7 +19,7 @@ _LOADERS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test
 
 
 class EpochHooks:
-    """A callback's hooks: every epoch and validation gets its own length, and a resumed loader its state."""
+    """Gives every epoch and validation of an EpochLoader its own length, and a resumed loader its state."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # Before the progress bar, which reads the length in this hook. Lightning walks the old list.
@@ -157,7 +157,7 @@ def _limited(length: int, limit: int | float) -> int:
 
 
 class MetricsHooks:
-    """A callback's hooks: `cs.metrics` of the training loader goes to all loggers every few steps."""
+    """Logs `cs.metrics` of the training loader every `every_n_steps` batches and at the end of epochs."""
 
     def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__()
@@ -228,3 +228,14 @@ class DataHooks:
 
     def test_dataloader(self) -> Any:
         return self.loaders["test"]
+
+
+def make_classes(callback: type, data_module: type, module: str) -> tuple[type[Any], type[Any], type[Any]]:
+    """The `CacheCallback`, `MetricsCallback` and `CacheDataModule` of one of the two Lightnings, in `module`."""
+
+    def make(name: str, hooks: type, base: type, **attributes: Any) -> type[Any]:
+        return type(name, (hooks, base), {"__doc__": hooks.__doc__, "__module__": module, **attributes})
+
+    of_epochs = make("CacheCallback", EpochHooks, callback)
+    of_metrics = make("MetricsCallback", MetricsHooks, callback)
+    return of_epochs, of_metrics, make("CacheDataModule", DataHooks, data_module, callback=of_epochs)

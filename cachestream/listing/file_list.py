@@ -25,6 +25,7 @@ from cachestream.listing.patterns import (
     absolute,
     extension_of,
     kind_of,
+    parent_of,
 )
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import public_name, redact
@@ -114,6 +115,17 @@ class FileList:
         root = self._listing.root
         scheme = "" if self.remote.is_local or "://" in root else f"{self.remote.protocol}://"
         self.shown_root = redact(scheme + root)
+
+    @classmethod
+    def of_one(cls, url: str, storage_options: Mapping[str, Any] | None) -> FileList:
+        """Return the list of what lies at `url`, a file or a folder that is read as one; nothing is looked up."""
+        made = cls.__new__(cls)
+        made._wanted, made._kind, made.is_searched, made._secret_names = (), "", False, None
+        made.shown, made.remote = redact(url), Remote(url, storage_options)
+        root = parent_of(url)
+        made._listing, made.shown_root = Listing(root, Names([url[len(root) :]])), redact(root)
+        made.identity = _identity([url], (), True)
+        return made
 
     def _list_all(self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool) -> Listing:
         root, all_paths = find_files(self.remote, patterns, recursive)

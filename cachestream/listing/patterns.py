@@ -198,36 +198,6 @@ COMPRESSED_ENDINGS: Final[dict[str, str]] = {
     **dict.fromkeys((".xz", ".txz"), "xz"),
     **dict.fromkeys((".zst", ".tzst"), "zstd"),
 }
-TAR_ENDINGS: Final = (
-    ".tar",
-    *(f".tar{ending}" for ending in COMPRESSED_ENDINGS if not ending.startswith(".t")),
-    *(ending for ending in COMPRESSED_ENDINGS if ending.startswith(".t")),
-)
-LINES_ENDINGS: Final = tuple(
-    ending + packed
-    for ending in (".jsonl", ".ndjson", ".csv", ".tsv")
-    for packed in ("", ".gz", ".bz2", ".xz", ".zst")
-)
-TFRECORD_ENDINGS: Final = tuple(
-    ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
-)
-PARQUET_ENDINGS: Final = (".parquet", ".pq")
-ARROW_ENDINGS: Final = (".arrow",)
-HDF5_ENDINGS: Final = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
-ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
-_ZARR: Final = re.compile(r"\.zarr(/|$)")
-_IN_FILE: Final = re.compile(r"(.+\.(?:h5|hdf5|hdf|he5|nc))::/?([^:]+)", re.IGNORECASE | re.DOTALL)
-
-
-def split_dataset(url: str) -> tuple[str, str | None]:
-    """Split `file.h5::/group/data` into the file and the dataset's name, which is None for any other URL."""
-    match = _IN_FILE.fullmatch(url)
-    return (url, None) if match is None or "://" in match[2] else (match[1], match[2])
-
-
-def is_zarr(path: str) -> bool:
-    """Return whether `path` is a Zarr store, or an array in one: `a.zarr`, `a.zarr/group/image`."""
-    return _ZARR.search(path) is not None
 
 
 def extension_of(path: str) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from cachestream.config import whole_number
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.decode.values import ArrayLayout, parse_npy_header
+from cachestream.sources.decode.values import ArrayLayout
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, map_errors
-from cachestream.transport.remote_object import GAP_BYTES, RemoteObject, patiently
+from cachestream.transport.remote_object import GAP_BYTES, RemoteObject
 
 if TYPE_CHECKING:
     from cachestream.sources.arrays import ArrayLocation
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Window = int | Sequence[int | None]
 Sizes = tuple[int | None, ...]
 
-HEAD_BYTES: Final = 4096
 LOCAL_GAP_BYTES: Final = 32 << 10  # copying these takes about as long as one more read call
 MAX_BAND_BYTES: Final = 16 << 20
 BATCH_BYTES: Final = 32 << 20  # of bands with gaps, or of chunks, in memory at a time
@@ -137,41 +136,6 @@ class WindowOptions:
 # --- contiguous data ---------------------------------------------------------------------------
 
 
-class NpyArray:
-    """A `.npy` file, of which the header and then only the bytes of each window are read.
-
-    Thread-safe and picklable. Raises SampleError for a malformed file, and otherwise as `RemoteObject`.
-    """
-
-    chunks: tuple[int, ...] | None = None
-
-    def __init__(self, remote: Remote, path: str, shown: str) -> None:
-        self._file = RemoteObject(remote, path, shown)
-        self.shown = shown
-        self._layout = patiently(self._read_header)
-        self.shape, self.dtype = self._layout.shape, self._layout.dtype
-
-    def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
-        return read_window(self._file, self._layout, start, size)
-
-    def _read_header(self) -> ArrayLayout:
-        file = self._file
-        try:
-            found = parse_npy_header(file.head(HEAD_BYTES))
-            if isinstance(found, int):
-                found = parse_npy_header(file.head(found))
-            if isinstance(found, int):
-                raise ValueError("the header is truncated")  # noqa: TRY004  not of an argument
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Warning) as error:
-            raise SampleError(f"{self.shown}: not a usable .npy file: {error}") from error
-        have = file.look().size_bytes - found.offset
-        want = math.prod(found.shape) * found.dtype.itemsize
-        if have < want:
-            raise SampleError(f"{self.shown}: truncated: {have} of {want} bytes of the array are there")
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class Bands:
     """The byte ranges of a C-ordered array that hold a window: bands of equal length and layout.
@@ -247,16 +211,36 @@ def read_window(
 # --- arrays that are read at the same positions ------------------------------------------------
 
 
-class ArrayFile(Protocol):
-    """An array that can be read in windows. Picklable; `read` may be called from several threads."""
+class ArrayFile:
+    """An array of one format that can be read in windows. Picklable; `read` may be called from several threads.
 
+    `array_endings` are those of the files or folders that hold such arrays. Raises SampleError for malformed data,
+    and otherwise the errors of drivers.
+    """
+
+    array_endings: ClassVar[tuple[str, ...]]
+    holds_datasets: ClassVar[bool] = False  # several in a file: "a.h5::/group/data"
+    is_folder: ClassVar[bool] = False  # arrays lie in folders: "a.zarr/group/data"
+    is_sample: ClassVar[bool] = False  # without window= a file is a sample
     shown: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    chunks: tuple[int, ...] | None
+    chunks: tuple[int, ...] | None = None
+
+    def __init__(self, remote: Remote, path: str, shown: str, dataset: str | None) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def is_at(cls, path: str) -> bool:
+        """Return whether an array of this format is at `path`, judged by its endings."""
+        name = path.partition("?")[0].lower()
+        if cls.is_folder:
+            return any(name.endswith(one) or f"{one}/" in name for one in cls.array_endings)
+        return name.endswith(cls.array_endings)
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

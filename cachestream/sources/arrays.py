@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Literal
 
 import fsspec
@@ -23,28 +25,17 @@ from cachestream.errors import (
     SourceUnavailableError,
 )
 from cachestream.listing.file_list import Url
-from cachestream.listing.patterns import (
-    HDF5_ENDINGS,
-    MAGIC,
-    WEB_MAGIC,
-    absolute,
-    expand_braces,
-    is_zarr,
-    local_path,
-    split_dataset,
-)
+from cachestream.listing.patterns import MAGIC, WEB_MAGIC, absolute, expand_braces, local_path
 from cachestream.sources.array_windows import (
     AlignedArrays,
     ArrayFile,
-    NpyArray,
     Window,
     WindowOptions,
     open_aligned,
 )
 from cachestream.sources.base import check_unit, whole_units
-from cachestream.sources.hdf5 import Hdf5Array
-from cachestream.sources.sample_files import FileUnits
-from cachestream.sources.zarr import ZarrArray
+from cachestream.sources.files_source import FileUnits
+from cachestream.sources.registry import array_files
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -269,22 +260,35 @@ class ArrayLocation:
 
     def open(self) -> ArrayFile:
         """Open the array. Raises ConfigError for one that has no windows of numbers."""
-        array: ArrayFile
-        ending = self.path.partition("?")[0].lower()
-        if is_zarr(self.path):
-            array = ZarrArray(self.remote, self.path, self.shown)
-        elif ending.endswith(HDF5_ENDINGS):
-            array = Hdf5Array(self.remote, self.path, self.shown, self.dataset)
-        elif ending.endswith(".npy"):
-            array = NpyArray(self.remote, self.path, self.shown)
-        else:
-            raise ConfigError(f"{self.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
+        kind = array_at(self.path)
+        if kind is None:
+            endings = sorted(one for kind in array_files().values() for one in kind.array_endings)
+            raise ConfigError(f"{self.shown}: ArraySource reads {', '.join(endings)}")
+        array = kind(self.remote, self.path, self.shown, self.dataset)
         # The kind comes first: numpy's newer dtypes, such as variable-length strings, have no byte order.
         if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
             raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
         if not array.shape:
             raise ConfigError(f"{array.shown}: is a single value, which has no windows")
         return array
+
+
+def array_at(path: str) -> type[ArrayFile] | None:
+    """Return the format of the array at `path`, by its ending, or None."""
+    return next((kind for kind in array_files().values() if kind.is_at(path)), None)
+
+
+@cache
+def _in_file() -> re.Pattern[str]:
+    endings = (one for kind in array_files().values() if kind.holds_datasets for one in kind.array_endings)
+    either = "|".join(map(re.escape, endings))
+    return re.compile(rf"(.+(?:{either}))::/?([^:]+)", re.IGNORECASE | re.DOTALL)
+
+
+def split_dataset(url: str) -> tuple[str, str | None]:
+    """Split `file.h5::/group/data` into the file and the dataset's name, which is None for any other URL."""
+    match = _in_file().fullmatch(url)
+    return (url, None) if match is None or "://" in match[2] else (match[1], match[2])
 
 
 def locate(remote: Remote, url: str, dataset: str | None) -> list[ArrayLocation]:

@@ -65,30 +65,34 @@ class Defaults:
         filled = dict(sample)
         for name, default in self.values.items():
             value = filled.get(name)
-            if value is None:
-                filled[name] = default
-            elif type(default) is float and isinstance(value, int | np.integer):
-                filled[name] = float(value)
+            filled[name] = default if value is None else as_float_if(default, value)
         return filled
 
-    def fill_all(self, items: Iterator[Rows | tuple[str, Any]]) -> Iterator[Rows | tuple[str, Any]]:
-        """Fill the samples and Rows that `ColumnarSource.read_rows` yields."""
+    def fill_rows(self, rows: Rows) -> Rows:
+        """Return samples in columns with the columns that they lack."""
         if not self.values:
-            yield from items
-            return
-        for item in items:
-            yield self._rows(item) if isinstance(item, Rows) else (item[0], self.fill(item[1]))
-
-    def _rows(self, rows: Rows) -> Rows:
-        fields, count = dict(rows.fields), len(rows.keys)
+            return rows
+        fields = dict(rows.fields)
         for name, default in self.values.items():
             column = fields.get(name)
-            if column is None:
-                alike = [default] * count
-                fields[name] = alike if isinstance(default, str | bytes) else np.array(alike)
-            elif type(default) is float and isinstance(column, np.ndarray) and column.dtype.kind in "iu":
-                fields[name] = column.astype(np.float64)
+            fields[name] = (
+                repeated(default, len(rows.keys)) if column is None else as_float_if(default, column)
+            )
         return Rows(rows.keys, fields)
+
+
+def repeated(value: Any, count: int) -> Any:
+    """Return a column of Rows that has `value` in each of `count` rows."""
+    return [value] * count if isinstance(value, str | bytes) else np.array([value] * count)
+
+
+def as_float_if(default: Any, value: Any) -> Any:
+    """Return `value`, an integer or a column of integers, as floats if the field's `default` is a float."""
+    if type(default) is not float:
+        return value
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value.astype(np.float64) if value.dtype.kind in "iu" else value
+    return float(value) if isinstance(value, int | np.integer) else value
 
 
 def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:

@@ -9,10 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
-import numpy as np
-
 from cachestream.listing.file_list import FileList
-from cachestream.sources.decode.arrow import Batch, Unusable
 
 logger = logging.getLogger("cachestream")
 
@@ -54,21 +51,6 @@ class FolderColumns:
         found = ((name, values[index]) for name, values in self._values.items())
         return {name: self._missing.get(name) if value is None else value for name, value in found}
 
-    def added_to(self, batches: Iterator[Batch], index: int) -> Iterator[Batch]:
-        """Yield the `batches` of file `index` with its columns; rows that lack a value are unusable."""
-        own = self.of(index)
-        for count, fields, bad in batches:
-            lacking = next(
-                (name for name, value in own.items() if value is None and name not in fields), None
-            )
-            columns = {name: _column(value, count) for name, value in own.items() if name not in fields}
-            without = range(count if lacking else 0)
-            yield (
-                count,
-                {**fields, **columns},
-                {**bad, **dict.fromkeys(without, Unusable(f"column '{lacking}' is null"))},
-            )
-
 
 def _named_in(path: str, is_web: bool) -> Iterator[tuple[str, str | None]]:
     for folder in path.split("/")[:-1]:  # the pages of web servers name them escaped: "label%3Dcat/"
@@ -81,7 +63,3 @@ def _as_numbers(texts: list[str | None]) -> Sequence[Any]:
     if all(text is None or _WHOLE.fullmatch(text) for text in texts):
         return [None if text is None else int(text) for text in texts]
     return texts
-
-
-def _column(value: Any, count: int) -> Any:
-    return [value] * count if isinstance(value, str | bytes) else np.array([value] * count)

@@ -13,24 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 
-import cachestream
 from cachestream.config import check_mapping, reject_unknown
 from cachestream.errors import ConfigError
 from cachestream.listing.file_list import FileList
 from cachestream.listing.manifest import Manifest, start_of
-from cachestream.listing.patterns import (
-    ARRAY_ENDINGS,
-    ARROW_ENDINGS,
-    LINES_ENDINGS,
-    PARQUET_ENDINGS,
-    TAR_ENDINGS,
-    TFRECORD_ENDINGS,
-    extension_of,
-    is_zarr,
-    kind_of,
-    split_dataset,
-)
-from cachestream.listing.table_formats import refuse_tables
+from cachestream.listing.patterns import extension_of, kind_of
+from cachestream.sources.arrays import ArraySource, array_at, split_dataset
 from cachestream.sources.base import Source, is_source
 from cachestream.sources.datasets import (
     CallableSource,
@@ -41,34 +29,11 @@ from cachestream.sources.datasets import (
 )
 from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.mix import MixSource
-from cachestream.sources.plugins import SOURCES, load_plugin, plugin_ending, plugin_formats
+from cachestream.sources.registry import SOURCES, file_sources, load_plugin, plugin_ending, plugin_formats
 from cachestream.transport.remote_errors import redact
 from cachestream.transport.remote_object import open_stream
 
-# The formats of files, and the public names of their sources, which are loaded when needed (PEP 562).
-_SOURCES: Final = {
-    "array": "ArraySource",
-    "arrow": "ArrowSource",
-    "cache": "CacheSource",
-    "files": "FileSource",
-    "lines": "LinesSource",
-    "litdata": "LitDataSource",
-    "mds": "MDSSource",
-    "parquet": "ParquetSource",
-    "tar": "TarSource",
-    "tfrecord": "TFRecordSource",
-}
-# Endings of paths and URLs → their format; all others are plain files.
-_FORMATS: Final = {
-    **dict.fromkeys(TAR_ENDINGS, "tar"),
-    **dict.fromkeys(ARRAY_ENDINGS, "array"),
-    **dict.fromkeys(ARROW_ENDINGS, "arrow"),
-    **dict.fromkeys(LINES_ENDINGS, "lines"),
-    **dict.fromkeys(PARQUET_ENDINGS, "parquet"),
-    **dict.fromkeys(TFRECORD_ENDINGS, "tfrecord"),
-    ".npy": "files",  # small arrays, a sample each; windows of large ones are asked for by window=
-}
-_SAVED_STATES: Final = ("state.json", "dataset_info.json", "dataset_dict.json")  # of Hugging Face's folders
+_ARRAY, _FILES = "array", "files"  # formats of any ending
 # The options of all sources.
 SOURCE_OPTIONS: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
@@ -76,10 +41,8 @@ SOURCE_OPTIONS: Final = (
     *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
     *("first_names", "check_crc", "check_hashes", "compression", "fields", "encoding", "max_object_size"),
 )
-_INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _NAME: Final = re.compile(r"[A-Za-z][\w-]{0,31}", re.ASCII)  # of a source in a mix
-_MULTI_SAMPLE: Final = ("tar", "parquet", "tfrecord", "arrow")  # formats of many samples in a file
 # Names such as "train-00000-of-00002", without an ending that tells the format.
 _NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
 # Suffixes after an ending: wildcards, and the numbers of TensorFlow Datasets ("-00000-of-00010").
@@ -115,7 +78,7 @@ def open_source(what: Any, **options: Any) -> Source:
       `FileSource`. With `window=`, or for a dict of URLs by name, an `ArraySource`. `format=` chooses by
       name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", "cache", and "mds" and "litdata",
       which have no ending of their own. The folder of another cache: a `CacheSource`. A name of a
-      format, or an ending, that is not built in may come from a plug-in (`cachestream.sources.plugins`).
+      format, or an ending, that is not built in may come from a plug-in (`cachestream.sources.registry`).
     - A `Manifest`, or with `manifest=True` (or a dict of its options) the path or URL of one: the files that
       it lists, by the ending of the first.
     - A function `fn(rng) -> sample`: a `CallableSource`.
@@ -139,7 +102,7 @@ def open_source(what: Any, **options: Any) -> Source:
     if "format" in options:
         raise ConfigError(f"format={options['format']!r} is for paths and URLs")
     if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
-        return _make(_source("array"), what, _bounded(options))
+        return _make(ArraySource, what, _bounded(options))
     if is_iterable(what):
         return _make(IterableSource, what, options)
     if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
@@ -207,23 +170,22 @@ def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
 def _open_urls(what: Any, options: dict[str, Any]) -> Source:
     wanted = options.pop("format", None)
     if wanted is not None:
-        if wanted not in _SOURCES and wanted not in plugin_formats():
-            known = ", ".join(map(repr, (*_SOURCES, *plugin_formats())))
+        names = [*sorted((_ARRAY, *file_sources())), *plugin_formats()]
+        if wanted not in names:
+            known = ", ".join(map(repr, names))
             raise ConfigError(f"format={wanted!r}: give one of {known}, or install the package that adds it")
         return _make(_source(wanted), what, options)
     if isinstance(what, Manifest):
         first = start_of(what, options.get("storage_options"))
     else:
         first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
-    found = "array" if "window" in options else _by_ending(first)
-    if found == "array" and isinstance(what, Manifest):
+    found = _ARRAY if "window" in options else _by_ending(first)
+    if found == _ARRAY and isinstance(what, Manifest):
         raise ConfigError(
             f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
         )
     return (
-        _by_listing(what, redact(first), options)
-        if found == "files"
-        else _make(_source(found), what, options)
+        _by_listing(what, redact(first), options) if found == _FILES else _make(_source(found), what, options)
     )
 
 
@@ -232,10 +194,11 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
 
     Only the listing is examined: looking up an index file would cost a request for each URL.
     """
-    for_files = _options_of(_source("files"))
+    for_files = _options_of(_source(_FILES))
     others = {name: value for name, value in options.items() if name not in for_files}
     if others and not plugin_formats():  # a plug-in's source has options of its own
-        known = {name for found in _SOURCES for name in _options_of(_source(found))}
+        kinds: list[Any] = [ArraySource, *file_sources().values()]
+        known = {name for kind in kinds for name in _options_of(kind)}
         reject_unknown("open_source", others, known)
     by_name = {"storage_options", "extensions", "recursive", "first_names"}
     files = FileList(
@@ -244,80 +207,72 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         labelled=True,
         **{"first_names": "auto", **{name: value for name, value in options.items() if name in by_name}},
     )
+    if any(one.reads.needs_last(files.key(0)) for one in file_sources().values()):
+        files.complete()
     ends = files.key(0), files.key(len(files) - 1)
-    if _INDEXED["litdata"].fullmatch(posixpath.basename(ends[0])):
-        files.complete()  # its index is the last of all names
-        ends = files.key(0), files.key(len(files) - 1)
-    _check_index(ends, shown)
-    if ends[0] == "cache.json" and any(name.startswith("shards/") for name in files.names):
-        return _make(_source("cache"), what, options)
-    given = set(options)
-    if (inside := _format_inside(files, ends)) is not None:
-        formats = {inside}
-    else:  # Spark leaves a file _SUCCESS beside its tables.
-        formats = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
-    if len(formats) == 1 and (name := next(iter(formats))) not in _SOURCES:
-        return _make(_source(name), what, options)
-    for name in _MULTI_SAMPLE:
-        if name in formats and (others or given <= set(_options_of(_source(name)))):
-            if len(formats) > 1:
+    claimed = _claimed(files, ends, shown) or _by_head(files, ends)
+    # Spark leaves a file _SUCCESS beside its tables.
+    by_ending = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
+    formats = {claimed} if claimed else by_ending
+    for name in sorted(formats - {_FILES}):
+        if name == _ARRAY:
+            continue
+        kind = _source(name)
+        if name not in file_sources():  # of a plug-in
+            if len(formats) == 1:
+                return _make(kind, what, options)
+            continue
+        takes, is_only = set(options) <= set(_options_of(kind)), len(formats) == 1
+        if kind.reads.holds_many and (others or takes):
+            if not is_only:
                 _refuse_among_others(name, files, ends, shown)
-            return _make(_source(name), what, options)
-    # Among files of other kinds, lines usually describe those.
-    if formats == {"lines"} and given <= set(_options_of(_source("lines"))):
-        return _make(_source("lines"), what, options)
+            return _make(kind, what, options)
+        if is_only and (takes or claimed):
+            return _make(kind, what, options)
     reject_unknown("open_source", others, for_files)
-    return _source("files")(files, **options)
+    return _make(_source(_FILES), files, options)
 
 
 def _refuse_among_others(name: str, files: FileList, ends: tuple[str, str], shown: str) -> None:
-    if name == "parquet":
-        refuse_tables(files)
+    file_sources()[name].reads.check_list(files)
     raise ConfigError(
         f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
         "to read those, extensions= for others, or format='files' for the bytes of each"
     )
 
 
-def _source(name: str) -> Callable[..., Source]:
+def _source(name: str) -> Any:
     """Return the class for the files of a format, or the plug-in of this name or ending."""
-    return getattr(cachestream, _SOURCES[name]) if name in _SOURCES else load_plugin(SOURCES, name)
+    if name == _ARRAY:
+        return ArraySource
+    return file_sources()[name] if name in file_sources() else load_plugin(SOURCES, name)
 
 
-def _format_inside(files: FileList, ends: tuple[str, str]) -> str | None:
-    """Return the format of a folder of Hugging Face's `save_to_disk`, or of numbered files without ending.
+def _claimed(files: FileList, ends: tuple[str, str], shown: str) -> str | None:
+    """Return the format that claims the folder of these files, or None.
 
-    The format of the latter is found from the first bytes of the first file. None for other folders.
+    Raises ConfigError for one that must be asked for.
     """
-    names = [posixpath.basename(key) for key in ends]
-    if any(name in _SAVED_STATES for name in names) and all(
-        name in _SAVED_STATES or name.endswith(ARROW_ENDINGS) for name in names
-    ):
-        return "arrow"
-    if not all(map(_NUMBERED.fullmatch, names)):
-        return None
-    with open_stream(files.remote, files.path(0), files.where(0)) as stream:
-        head = bytes(decompressed(stream).read(512))
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-        return "arrow"
-    if head[257:262] == b"ustar":
-        return "tar"
-    # A record's length in 8 bytes, its checksum in 4, and a message that begins with its field 1.
-    return "tfrecord" if head[4:8] == bytes(4) and head[12:13] == b"\n" else None
-
-
-def _check_index(ends: tuple[str, str], shown: str) -> None:
-    """Raise ConfigError for a listing that begins and ends like another library's shards with their index."""
-    names = [posixpath.basename(key) for key in ends]
-    for name, shard in _INDEXED.items():
-        if "index.json" in names and any(map(shard.fullmatch, names)):
+    names = files.names if not files.remote.has_queries else [files.key(i) for i in range(len(files))]
+    for name, kind in file_sources().items():
+        if kind.reads.claims(names):
+            if kind.reads.is_found:
+                return name
             folder = ends[0].rpartition("/")[0]
             where, that = (f", in {folder}/", "that folder and ") if folder else ("", "")
             raise ConfigError(
                 f"{shown} holds shards of {name}{where}: give {that}format={name!r}, or format='files'"
             )
+    return None
+
+
+def _by_head(files: FileList, ends: tuple[str, str]) -> str | None:
+    """Return the format of numbered files without an ending, by the first bytes of the first; else None."""
+    if not all(_NUMBERED.fullmatch(posixpath.basename(name)) for name in ends):
+        return None
+    with open_stream(files.remote, files.path(0), files.where(0)) as stream:
+        head = bytes(decompressed(stream).read(512))
+    return next((name for name, kind in file_sources().items() if kind.reads.begins(head)), None)
 
 
 def _as_manifest(what: Any, options: Any) -> Manifest:
@@ -357,13 +312,15 @@ def _is_url_or_list(what: Any) -> bool:
 def _by_ending(url: str) -> str:
     """Return the format of a URL by its ending, or the ending of a plug-in; "files" for any other ending."""
     name = _SUFFIXES.sub("", redact(url)).lower()
-    if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
-        return "array"
-    for ending in sorted(_FORMATS, key=len, reverse=True):
-        if name.endswith(ending):
-            return _FORMATS[ending]
+    array = array_at(name)
+    if (array is not None and not array.is_sample) or split_dataset(name)[1] is not None:
+        return _ARRAY
+    endings = {ending: name for name, kind in file_sources().items() for ending in kind.reads.endings}
+    found = max(filter(name.endswith, endings), key=len, default=None)
+    if found is not None:
+        return endings[found]
     unknown = extension_of(name) and kind_of(extension_of(name)) == "data"
-    return (unknown and plugin_ending(name)) or "files"
+    return (unknown and plugin_ending(name)) or _FILES
 
 
 def _describe(what: Any) -> str:

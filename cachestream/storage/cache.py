@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,13 +26,21 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.recovery import (
     VerifyReport,
     check_sizes,
+    count_strays,
     open_catalogue,
     rebuild_catalogue,
     remove_leftovers,
+    seal_catalogue,
     verify,
 )
 from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, room_in
-from cachestream.storage.settings import change_settings, choose_split, opening_lock, parse_limit, save_copy
+from cachestream.storage.settings import (
+    change_settings,
+    choose_split,
+    parse_limit,
+    read_settings,
+    write_settings,
+)
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import SnapshotRequest, restore_snapshot, take_snapshot
 from cachestream.storage.status import (
@@ -42,7 +51,7 @@ from cachestream.storage.status import (
     read_status,
     wait_for_samples,
 )
-from cachestream.storage.tables import Reservation
+from cachestream.storage.tables import DOOMED
 from cachestream.storage.view import ALL, View, make_view
 
 if TYPE_CHECKING:
@@ -102,12 +111,11 @@ class Cache:
         self.catalogue = open_catalogue(self.directory)
         self.reservations = Reservations(self.directory, self.catalogue, self._policy)
         self.filling = Filling(self.directory, self.catalogue)
-        with self.catalogue.reading() as tables:
-            stored = tables.all_meta()
-        self.cache_id = str(stored["cache_id"])
-        changed = {key: value for key, value in given.items() if value not in (None, stored.get(key))}
+        stored = read_settings(self.directory)
+        self.cache_id = stored.cache_id
+        changed = {key: value for key, value in given.items() if value not in (None, getattr(stored, key))}
         if changed:
-            change_settings(self.directory, self.catalogue, changed)
+            change_settings(self.directory, self.catalogue, **changed)
         with suppress(CacheError):  # not writable, or locked
             if (problem := self.check_sizes(_CHECKED_SHARDS)) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
@@ -117,11 +125,10 @@ class Cache:
             self.enforce_limit()
 
     def _setting(self, key: str) -> Any:
-        with self.catalogue.reading() as tables:
-            return tables.meta(key)
+        return getattr(read_settings(self.directory), key)
 
     def _policy(self, tables: Tables) -> EvictionPolicy:
-        return self._eviction or str(tables.meta("eviction"))
+        return self._eviction or tables.settings.eviction
 
     # --- what is there
 
@@ -166,7 +173,7 @@ class Cache:
     @eviction.setter
     def eviction(self, eviction: EvictionPolicy) -> None:
         if not callable(eviction):
-            change_settings(self.directory, self.catalogue, {"eviction": check_policy(eviction)})
+            change_settings(self.directory, self.catalogue, eviction=check_policy(eviction))
         self._eviction = eviction if callable(eviction) else None
 
     @property
@@ -179,7 +186,7 @@ class Cache:
 
     @min_free.setter
     def min_free(self, min_free: int | str) -> None:
-        change_settings(self.directory, self.catalogue, {"min_free": parse_size(min_free, "min_free")})
+        change_settings(self.directory, self.catalogue, min_free=parse_size(min_free, "min_free"))
 
     @property
     def size_limit(self) -> int:
@@ -194,7 +201,7 @@ class Cache:
 
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
-        change_settings(self.directory, self.catalogue, {"size_limit": parse_limit(size_limit)})
+        change_settings(self.directory, self.catalogue, size_limit=parse_limit(size_limit))
         self._shrink()
 
     def fill_state(self) -> str:
@@ -299,9 +306,9 @@ class Cache:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to it; return the bytes freed."""
         usage = self.reservations.measure()
         with self.catalogue.reading() as tables:
-            room, size_limit = room_in(tables, usage), int(tables.meta("size_limit"))
+            room, size_limit = room_in(tables, usage), tables.settings.size_limit
             never_evicts = self.reservations.policy(tables) == "none"
-            doomed_bytes = tables.reserved_bytes()[1]
+            doomed_bytes = tables.bytes_in(DOOMED)
         # Under "none" only a lower limit evicts, not a disk that other programs fill.
         limit_bytes = size_limit if never_evicts else room.limit_bytes
         slack_bytes = slack_bytes if limit_bytes == size_limit else 0
@@ -322,7 +329,7 @@ class Cache:
 
     def _reserved_ids(self) -> set[int]:
         with self.catalogue.reading() as tables:
-            return {row.id for row in tables.reservations()}
+            return {row.id for row in tables.unfinished()}
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Move a damaged shard to the quarantine and delete its row: the worker fetches its samples again.
@@ -335,19 +342,18 @@ class Cache:
         is_missing = not os.path.lexists(path)
         with self.reservations.evictor("quarantine") as owner:
             with self.catalogue.transaction() as tables:
-                row = tables.shard(shard_id)
+                row = tables.execute("SELECT num_samples FROM live WHERE id = ?", (shard_id,)).fetchone()
                 if row is None:
                     return  # evicted, or quarantined by another rank
-                tables.delete_shards([shard_id])
-                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
+                tables.doom([shard_id], owner)
                 # In the transaction that deletes the row: an uncounted loss would not be fetched again.
                 tables.add("evicted_shards", 1)
                 tables.add("quarantined", int(not is_missing))
-                tables.add_failure("quarantined", damage or "damaged", row.num_samples, where)
-                limit_bytes = int(tables.meta("size_limit"))
+                tables.add_failure("quarantined", damage or "damaged", row[0], where)
+                limit_bytes = tables.settings.size_limit
             move_aside(self.directory, path, limit_bytes)
             with self.catalogue.transaction() as tables:
-                tables.delete_reservations([shard_id])
+                tables.forget([shard_id])
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -368,6 +374,8 @@ class Cache:
 
         With `newest`, only that many shards are looked at, and all only if something is wrong.
         """
+        if newest is None:
+            count_strays(self.directory, self.catalogue)
         return check_sizes(self.directory, self.catalogue, correct=True, newest=newest)
 
     def recover(self) -> int:
@@ -393,16 +401,21 @@ class Cache:
                         "close them"
                     )
                 tables.forget_filling()
-                tables.forget_holdout()  # the next samples may be split otherwise
+                # The next samples may be split otherwise.
+                write_settings(directory, replace(tables.settings, holdout=None))
             with translated_disk_errors(self.path, "clearing it"):
                 for name in os.listdir(directory.quarantine):
                     remove_if_there(os.path.join(directory.quarantine, name))
                 remove_if_there(os.path.join(self.path, "catalogue.damaged"))
-        with opening_lock(directory):
-            save_copy(directory, self.catalogue)
 
     def close(self) -> None:
-        """Close the catalogue; the next use opens it again."""
+        """Close the catalogue; the next use opens it again.
+
+        A cache that was closed before the machine restarts keeps the place in its pass and its statistics.
+        """
+        if self.catalogue.has_committed and os.path.exists(self.catalogue.path):
+            with suppress(CacheError):
+                seal_catalogue(self.directory, self.catalogue)
         self.catalogue.close()
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """The catalogue: one SQLite file with a row for each shard. Only this module connects to it.
 
-`journal_mode=PERSIST, synchronous=FULL`: rows are per shard, so the speed of WAL is not needed, and the
+`journal_mode=PERSIST, synchronous=OFF`: the kernel keeps what a dead process has written, and after a power
+cut the catalogue is made anew (recovery.py). Rows are per shard, so the speed of WAL is not needed, and the
 SQLite that many Pythons bundle has a WAL-reset corruption. The journal keeps its space: on a disk that others
 have filled, a small transaction still fits, by which shards are evicted. Writers use BEGIN IMMEDIATE, so a
 value read in a transaction is still valid when it commits.
@@ -9,9 +10,9 @@ value read in a transaction is still valid when it commits.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sqlite3
-import stat
 import threading
 import time
 import urllib.parse
@@ -20,18 +21,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final, NamedTuple
 
+import xxhash
+
 from cachestream.errors import CacheError, CacheVersionError
-from cachestream.linux import open_private
+from cachestream.linux import kind_of, open_private, other_owner
+from cachestream.storage.layout import Directory
 from cachestream.storage.locks import file_identity, signal_safe
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     DiskFailedError,
+    check_own,
     disk_error,
     translated_disk_errors,
     translated_sql_errors,
     unwritable,
 )
-from cachestream.storage.tables import Tables
+from cachestream.storage.tables import SHARD_STATEMENTS, Tables
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
@@ -39,42 +44,20 @@ _CACHE_KIB: Final = 65_536  # a transaction larger than the page cache locks out
 _REOPENINGS: Final = 5
 _MISSING_S: Final = 10.0  # the time to rebuild it from 10,000 shards
 _POLL_S: Final = 0.02
+_ROWS_AT_ONCE: Final = 1000
 JOURNAL_BYTES: Final = 65_536  # the eviction of one shard changes about ten pages
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _STATEMENTS: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
-    "CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE)",
     """CREATE TABLE passes (
         id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
-        evicted_before INTEGER NOT NULL)""",
-    """CREATE TABLE claims (
-        id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL,
-        offset INTEGER NOT NULL, stop INTEGER NOT NULL, owner TEXT NOT NULL)""",
-    """CREATE TABLE shards (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-        uses INTEGER NOT NULL, last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL,
-        pass_id INTEGER NOT NULL, spans BLOB NOT NULL)""",
-    """CREATE TABLE reservations (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL)""",
-    """CREATE TABLE suspects (
-        pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
-        PRIMARY KEY (pass_id, position)) WITHOUT ROWID""",
+        evicted_before INTEGER NOT NULL, progress TEXT NOT NULL)""",
+    *SHARD_STATEMENTS,
     """CREATE TABLE failures (
         kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
         PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
-    # The sums over all shards, kept by triggers: every reservation reads them.
-    "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
-    "INSERT INTO totals VALUES (0, 0, 0)",
-    """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
-        UPDATE totals SET shards = shards + 1, samples = samples + NEW.num_samples,
-            size_bytes = size_bytes + NEW.size_bytes; END""",
-    """CREATE TRIGGER shard_goes AFTER DELETE ON shards BEGIN
-        UPDATE totals SET shards = shards - 1, samples = samples - OLD.num_samples,
-            size_bytes = size_bytes - OLD.size_bytes; END""",
-    """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
-        UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
 )
 
 
@@ -110,6 +93,7 @@ class Catalogue:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._directory = Directory(os.path.dirname(path))
         self.patience_s = _MISSING_S  # 0 in the process that rebuilds it
         self.is_mended: Callable[[], bool] = lambda: False  # whether a worker runs
         self.identity: tuple[int, int] | None = None  # of the file that was opened last
@@ -150,11 +134,30 @@ class Catalogue:
                 (application,) = tables.execute("PRAGMA application_id").fetchone()
                 if application != APPLICATION_ID:
                     return f"{self.path} is not a catalogue"
+                (version,) = tables.execute("PRAGMA user_version").fetchone()
+                if version < SCHEMA_VERSION:
+                    return f"{self.path} is of an earlier version"
                 (said,) = tables.execute("PRAGMA integrity_check(1)").fetchone()
-                tables.totals(), tables.meta("cache_id")  # raises for a file without our tables
+                tables.totals(), tables.meta("catalogue_id")  # raises for a file without our tables
                 return None if said == "ok" else str(said)
         except CatalogueDamagedError as error:
             return str(error)
+
+    @property
+    def has_committed(self) -> bool:
+        """True if this process has changed the catalogue."""
+        return self._commits > 0
+
+    def digest(self) -> str:
+        """A hash of all rows: pages that a power cut left of different times do not have that of a whole file."""
+        found = xxhash.xxh3_64()
+        with self.reading() as tables:
+            names = tables.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+            for (name,) in names.fetchall():
+                rows = tables.execute(f"SELECT * FROM {name}")  # noqa: S608  a name of our own tables
+                while part := rows.fetchmany(_ROWS_AT_ONCE):
+                    found.update(repr((name, part)).encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
 
     def transaction(self) -> AbstractContextManager[Tables]:
         """A write transaction: commits at the end, rolls back on an exception.
@@ -171,14 +174,17 @@ class Catalogue:
     @signal_safe
     def _within(self, begin: str, *, patient: bool = True) -> Iterator[Tables]:
         is_reading = begin == "BEGIN"
-        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+        timeout_s = self._lock_timeout_s
+        with self._lock, translated_sql_errors(self.path, timeout_s):
             if is_reading and self._connection is not None and self._connection.in_transaction:
-                yield Tables(self._connection)
+                yield Tables(self._connection, self._directory)
                 return
             for _ in range(_REOPENINGS):
-                connection = self._readable(patient=patient)
-                if self._read_only and not is_reading:
-                    raise unwritable(self.path)
+                connection = self._readable(patient=patient, timeout_s=timeout_s)
+                if not is_reading:
+                    check_own(self._directory.root)
+                    if self._read_only:
+                        raise unwritable(self.path)
                 try:
                     with connection:  # commits or rolls back in C, where no signal interrupts it
                         connection.execute(begin)
@@ -187,7 +193,7 @@ class Catalogue:
                         if file_identity(self.path) == self.identity:
                             if not is_reading:
                                 self._allocate_journal()
-                            tables = Tables(connection)
+                            tables = Tables(connection, self._directory)
                             try:
                                 yield tables
                             finally:
@@ -228,6 +234,20 @@ class Catalogue:
         finally:
             self._local.is_hurried = False
 
+    @contextmanager
+    def patient_until(self, deadline_s: float) -> Iterator[None]:
+        """Have this thread wait for locks of other processes until this monotonic time, 20 s at most."""
+        self._local.deadline_s = deadline_s
+        try:
+            yield
+        finally:
+            self._local.deadline_s = math.inf
+
+    @property
+    def _lock_timeout_s(self) -> float:
+        left_s = getattr(self._local, "deadline_s", math.inf) - time.monotonic()
+        return min(LOCK_TIMEOUT_S, max(_POLL_S, left_s))
+
     def may_be_mended(self) -> bool:
         """Return whether this thread should wait for a worker to mend the file."""
         return not self._is_hurried and self.is_mended()
@@ -236,15 +256,16 @@ class Catalogue:
     def _is_hurried(self) -> bool:
         return getattr(self._local, "is_hurried", False)
 
-    def _readable(self, *, patient: bool) -> sqlite3.Connection:
+    def _readable(self, *, patient: bool, timeout_s: float) -> sqlite3.Connection:
         """The connection, once the file can be read.
 
         A worker that runs rebuilds a damaged file, and waits for a disk that fails.
         """
         while True:
             try:
-                with translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+                with translated_sql_errors(self.path, timeout_s):
                     connection = self._connected()
+                    connection.execute(f"PRAGMA busy_timeout = {int(1000 * timeout_s)}")
                     connection.execute("PRAGMA schema_version").fetchone()
                 self._troubled_s = None
                 return connection
@@ -275,7 +296,7 @@ class Catalogue:
                     os.close(fd)
 
     def _connected(self) -> sqlite3.Connection:
-        _check_kind_and_owner(self.path)
+        _check_kind(self.path)
         if self._connection is not None and file_identity(self.path) != self.identity:
             self.close()
         if self._connection is None:
@@ -295,7 +316,8 @@ class Catalogue:
             time.sleep(_POLL_S)  # bounded by the deadline
         self.identity = identity
         # Not tested by opening the file: the close would drop the locks of this process's other connections.
-        self._read_only = not os.access(self.path, os.W_OK, effective_ids=True)
+        is_writable = os.access(self.path, os.W_OK, effective_ids=True)
+        self._read_only = not is_writable or other_owner(self._directory.root) is not None
         mode = "ro" if self._read_only else "rw"
         uri = f"file:{urllib.parse.quote(os.fsencode(self.path))}?mode={mode}"
         connection = sqlite3.connect(
@@ -303,12 +325,9 @@ class Catalogue:
         )
         try:
             connection.execute("PRAGMA journal_mode = PERSIST")
-            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA synchronous = OFF")
             connection.execute("PRAGMA temp_store = MEMORY")  # no temporary files outside the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            (opened,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list").fetchone()
-            if opened != os.fsencode(self.path):  # SQLite has followed a link created since the check
-                raise disk_error(self.path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
             self._check_version(connection)
         except BaseException:
             connection.close()
@@ -332,25 +351,11 @@ class Catalogue:
             self._connection = None
 
 
-def _check_kind_and_owner(path: str) -> None:
-    """Raise CacheError for what is no regular file, and for a journal of another user than the catalogue's.
-
-    SQLite follows links, waits for the other end of a named pipe, and when run by root it gives the journal
-    to the owner of the catalogue.
-    """
-    owner = None
+def _check_kind(path: str) -> None:
+    """Raise CacheError for what is no regular file: SQLite follows links, and waits for a named pipe."""
     for name in (path, path + "-journal"):
-        try:
-            info = os.lstat(name)
-        except OSError:
-            continue
-        if not stat.S_ISREG(info.st_mode):
+        if kind_of(name) is not None:
             raise disk_error(name, OSError(errno.ENXIO, os.strerror(errno.ENXIO)))
-        owner = info.st_uid if owner is None else owner
-        if info.st_uid != owner and os.geteuid() == 0:
-            raise CacheError(
-                f"{name} belongs to another user than the catalogue (uid {info.st_uid}); remove it"
-            )
 
 
 _fork_lock = threading.RLock()

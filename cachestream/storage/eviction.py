@@ -19,8 +19,7 @@ ORDERS: Final = {
     "fifo": "id",
     "least-fresh": "uses DESC, last_used, id",
     # A shard that nobody has weighed counts as an average one.
-    "least-weight": "coalesce((SELECT weight FROM weights WHERE weights.id = shards.id),"
-    " (SELECT avg(weight) FROM weights)), last_used, id",
+    "least-weight": "coalesce(weight, (SELECT avg(weight) FROM live)), last_used, id",
     "none": "id",  # for listings: it evicts nothing
 }
 

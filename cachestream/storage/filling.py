@@ -1,4 +1,4 @@
-"""The filling of a cache as its catalogue records it: state, passes, claims, and the spans that are cached.
+"""The filling of a cache as its catalogue records it: state, passes, and the spans that are cached.
 
 Each method is one transaction, which contains only SQL and the caller's pure function. Callers get frozen
 values.
@@ -7,17 +7,14 @@ values.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, Span, span_array
-from cachestream.storage.locks import is_held
-from cachestream.storage.progress import Claim, PassRow, Suspect
+from cachestream.storage.progress import PassRow
 from cachestream.storage.tables import FailureRow
 
 if TYPE_CHECKING:
@@ -31,11 +28,6 @@ Plan = TypeVar("Plan")
 # with "filling", while one is.
 RESTS: Final = "full: rests until an epoch uses it"
 WAITS: Final = "waiting for the next epoch"
-
-# Owners of claims of a cache that shares its filling with others. On the claims of SHARED the group decides,
-# as long as a supervisor holds that owner's file; the claims of OFFERED are free to be taken.
-SHARED: Final = "shared"
-OFFERED: Final = "offered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,7 @@ def fill_state(tables: Tables) -> FillState:
         labels=None if labels is None else LabelNames(*json.loads(labels)),
         schema_json=meta.get("schema"),
         last_pass=last_pass,
-        positions_done=0 if last_pass is None else tables.positions_done(last_pass),
+        positions_done=0 if last_pass is None else last_pass.positions_done,
         is_looking=bool(meta.get("is_looking", 0)),
         num_shards=shards,
         num_samples=samples,
@@ -113,8 +105,8 @@ def fill_state(tables: Tables) -> FillState:
         evicted_shards=int(meta.get("evicted_shards", 0)),
         evicted_samples=int(meta.get("evicted_samples", 0)),
         snapshots=int(meta.get("clock", 0)),
-        size_limit=int(meta["size_limit"]),
-        min_free=int(meta["min_free"]),
+        size_limit=tables.settings.size_limit,
+        min_free=tables.settings.min_free,
         catalogue_id=meta.get("catalogue_id"),
         mixture=tuple(json.loads(meta.get("mixture", "[]"))),
         failures=tuple(tables.failures()),
@@ -139,41 +131,6 @@ class PlannedPass:
     plan: str
     length: int | None
     is_listing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A claim, its pass, and the positions in it that killed a process before."""
-
-    claim: Claim
-    row: PassRow
-    suspects: tuple[Suspect, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenPass:
-    """The current pass, and the owners of its claims that have died.
-
-    `is_shared` while a group of caches decides on some of its positions.
-    """
-
-    row: PassRow
-    dead_owners: frozenset[str]
-    is_shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPass:
-    """The current pass of a cache that shares its filling.
-
-    `undecided`: positions on which the group decides. `making`: positions that sampling processes have, or
-    may take; `offered`: the number of claims that they may take.
-    """
-
-    row: PassRow
-    undecided: tuple[tuple[int, int], ...]
-    making: tuple[tuple[int, int], ...]
-    offered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,29 +187,14 @@ class Filling:
     def fields_of_several_shapes(self) -> list[str]:
         """The names of the fields that have one shape in each shard, and not the same in all."""
         with self._catalogue.reading() as tables:
-            (ids,) = tables.shard_columns("schema_id")
-            shapes = [
-                {field.name: field.shape for field in schema.fields}
-                for schema in tables.schemas(set(ids.tolist()))
-            ]
+            schema, shapes = tables.schema, tables.shapes()
         return [
             name
-            for name in (shapes[0] if shapes else ())
-            if len(found := {one.get(name) for one in shapes}) > 1 and None not in found
+            for name, found in zip(
+                () if schema is None else schema.names, zip(*shapes, strict=True), strict=False
+            )
+            if len(set(found)) > 1 and None not in found
         ]
-
-    def record_suspects(self, suspects: Iterable[tuple[int, Suspect]]) -> None:
-        """Add the deaths of suspects, each with the id of its pass."""
-        with self._catalogue.transaction() as tables:
-            for pass_id, suspect in suspects:
-                tables.add_suspect(pass_id, suspect.position, suspect.deaths, suspect.reason)
-
-    def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
-        """Record the schemas of the first samples that `owner` has read, with counts; return those of all
-        others.
-        """
-        with self._catalogue.transaction() as tables:
-            return tables.vote(owner, votes)
 
     def record_mixture(self, shares: Sequence[float]) -> None:
         """Set `FillState.mixture`, if it differs."""
@@ -292,17 +234,11 @@ class Filling:
             tables.set_meta("listing", int(planned.is_listing))
             tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
 
-    def reorder(self, row: PassRow, plan: str, start: int) -> bool:
-        """Give the pass `row` the `plan`, which has other units from the position `start` on.
-
-        False, and nothing changes, if a position from there on is claimed, or if the pass is another one.
-        """
+    def replace_plan(self, row: PassRow, plan: str, length: int | None, *, is_listing: bool) -> None:
+        """Replace the plan of the pass `row`, of which the same positions are done."""
         with self._catalogue.transaction() as tables:
-            now = tables.last_pass()
-            if now is None or (now.id, now.plan) != (row.id, row.plan) or now.next_position > start:
-                return False
-            tables.extend_pass(row.id, plan, row.length)
-            return True
+            tables.set_meta("listing", int(is_listing))
+            tables.replace_plan(row.id, plan, length)
 
     def enter_earlier_pass(self, source: str, plan: str, length: int | None) -> int:
         """Record `source` as the cache's, and return the id of the pass with `plan`, of an earlier filling.
@@ -327,134 +263,10 @@ class Filling:
             spans = tuple(tables.spans(part) for part in parts)
         return CachedSpans(source, {row.id: parse(row.plan) for row in passes}, spans)
 
-    # --- claims
-
-    def open_pass(self) -> OpenPass | None:
-        """The current pass; None if there is none."""
-        with self._catalogue.reading() as tables:
-            row = tables.last_pass()
-            owners = set() if row is None else {owner for _, owner in tables.claims(row.id)}
-        if row is None:
-            return None
-        # Outside the transaction: the name of a dead owner is never used again.
-        dead = frozenset(owner for owner in owners if not is_held(self._directory.owner_file(owner)))
-        return OpenPass(row, dead, SHARED in owners - dead)
-
-    def claim(
-        self,
-        owner: str,
-        seen: OpenPass,
-        growth: PlannedPass | None,
-        block_size: Callable[[int | None], int],
-    ) -> Assignment | PassRow | None:
-        """Claim positions of the last pass for `owner`: the claim of a dead owner, or `block_size(length)`
-        new ones.
-
-        If all positions are claimed and the pass is still as `seen`, it is extended by `growth`. Returns the
-        pass if nothing of it is left to claim, None if there is no pass.
-        """
-        with self._catalogue.transaction() as tables:
-            row = tables.last_pass()
-            if row is None:
-                return None
-            claim = _take_over(tables, row, owner, seen.dead_owners)
-            if claim is None:
-                if growth is not None and row == seen.row and row.next_position == row.length:
-                    tables.set_meta("listing", int(growth.is_listing))
-                    tables.extend_pass(row.id, growth.plan, growth.length)
-                    row = replace(row, plan=growth.plan, length=growth.length)
-                claim = _new_claim(tables, row, owner, block_size(row.length))
-            if claim is None:
-                return row
-            suspects = [s for s in tables.suspects(row.id) if claim.position <= s.position < claim.stop]
-            return Assignment(claim, row, tuple(suspects))
-
-    # --- sharing
-
-    def share(self) -> None:
-        """Have the group decide on all positions of the current pass that no process works on."""
-        with self._catalogue.transaction() as tables:
-            row = tables.last_pass()
-            if row is None:
-                return
-            tables.execute(
-                "UPDATE claims SET owner = ? WHERE pass_id = ? AND owner = ?", (SHARED, row.id, OFFERED)
-            )
-            if row.length is not None:
-                _new_claim(tables, row, SHARED, row.length)
-
-    def shared_pass(self) -> SharedPass | None:
-        """The current pass and the positions that are not done; None before the first pass."""
-        with self._catalogue.reading() as tables:
-            row = tables.last_pass()
-            claims = [] if row is None else tables.claims(row.id)
-        if row is None:
-            return None
-        undecided = tuple((claim.position, claim.stop) for claim, owner in claims if owner == SHARED)
-        making = tuple((claim.position, claim.stop) for claim, owner in claims if owner != SHARED)
-        return SharedPass(row, undecided, making, sum(owner == OFFERED for _, owner in claims))
-
-    def being_made(self, positions: IntArray) -> npt.NDArray[np.bool_]:
-        """For each of `positions` of the current pass: True if a process of this cache makes it, or may."""
-        with self._catalogue.reading() as tables:
-            return _being_made(tables, tables.passes()[-1], positions)
-
     def shard_ids(self) -> set[int]:
         """The ids of all shards."""
         with self._catalogue.reading() as tables:
             return tables.shard_ids()
-
-    def decide(
-        self, pass_id: int, *, make: Iterable[tuple[int, int]], done: Iterable[tuple[int, int]]
-    ) -> None:
-        """Offer the positions in `make` to the sampling processes, and leave out those in `done`.
-
-        Only positions on which the group decides are touched.
-        """
-        with self._catalogue.transaction() as tables:
-            for ranges, owner in ((make, OFFERED), (done, None)):
-                for start, stop in ranges:
-                    _decide(tables, pass_id, start, stop, owner)
-
-    def follow_group(self, row: PassRow, plan: str) -> bool:
-        """Give a pass of which nothing is done the `plan` of the group; False if something is done."""
-        with self._catalogue.transaction() as tables:
-            claims = [(claim.position, claim.stop) for claim, _ in tables.claims(row.id)]
-            is_new = tables.last_pass() == row and claims == [(0, row.length)] and not tables.totals()[0]
-            if is_new:
-                tables.extend_pass(row.id, plan, row.length)
-            return is_new
-
-
-def _decide(tables: Tables, pass_id: int, start: int, stop: int, owner: str | None) -> None:
-    """Give the shared claims on the positions `start` to `stop` to `owner`; with None, delete them."""
-    for claim, holder in tables.claims(pass_id):
-        first, last = max(start, claim.position), min(stop, claim.stop)
-        if holder != SHARED or first >= last:
-            continue
-        tables.execute("DELETE FROM claims WHERE id = ?", (claim.id,))
-        parts = (claim.position, first, SHARED), (first, last, owner), (last, claim.stop, SHARED)
-        for part_start, part_stop, part_owner in parts:
-            if part_start < part_stop and part_owner is not None:
-                part = tables.insert_claim(pass_id, part_start, part_stop, part_owner)
-                if part_start == claim.position and claim.offset:
-                    tables.move_claim(part.id, part_start, claim.offset)
-
-
-def is_open(
-    tables: Tables, pass_id: int, spans: Sequence[Span], current: PassRow, positions: IntArray
-) -> bool:
-    """True if this cache neither holds nor makes the samples of `spans` of the pass `pass_id`.
-
-    In the pass `current`, which may be another one, they are at `positions`.
-    """
-    if len(overlapping(tables.spans_of(pass_id), spans)):
-        return False
-    if pass_id != current.id:
-        made = tables.spans_of(current.id)
-        if np.any(_within(positions, made[:, 0], made[:, 2] + (made[:, 3] > 0))):
-            return False
-    return not np.any(_being_made(tables, current, positions))
 
 
 def overlapping(held: IntArray, spans: Iterable[Span]) -> IntArray:
@@ -465,35 +277,3 @@ def overlapping(held: IntArray, spans: Iterable[Span]) -> IntArray:
         ends_after = (held[:, 2] > first) | ((held[:, 2] == first) & (held[:, 3] > offset))
         touches |= begins_before & ends_after
     return held[touches]
-
-
-def _being_made(tables: Tables, row: PassRow, positions: IntArray) -> npt.NDArray[np.bool_]:
-    """For each of `positions`: True if a process of this cache makes it, or may, or if the pass is over."""
-    last = tables.passes()[-1]
-    making = [(claim.position, claim.stop) for claim, owner in tables.claims(row.id) if owner != SHARED]
-    making.append((last.next_position if last.id == row.id else 0, sys.maxsize))
-    ranges = np.array(making, np.int64)
-    return _within(positions, ranges[:, 0], ranges[:, 1])
-
-
-def _within(positions: IntArray, starts: IntArray, stops: IntArray) -> npt.NDArray[np.bool_]:
-    """For each of `positions`: True if it lies in one of the ranges from `starts` to `stops`."""
-    begun = np.searchsorted(np.sort(starts), positions, side="right")
-    return begun > np.searchsorted(np.sort(stops), positions, side="right")
-
-
-def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:
-    for claim, holder in tables.claims(row.id):
-        if holder != owner and holder in dead_owners:
-            tables.execute("UPDATE claims SET owner = ? WHERE id = ?", (owner, claim.id))
-            return claim
-    return None
-
-
-def _new_claim(tables: Tables, row: PassRow, owner: str, size: int) -> Claim | None:
-    stop = row.next_position + size
-    stop = stop if row.length is None else min(stop, row.length)
-    if stop <= row.next_position:
-        return None
-    tables.execute("UPDATE passes SET next_position = ? WHERE id = ?", (stop, row.id))
-    return tables.insert_claim(row.id, row.next_position, stop, owner)

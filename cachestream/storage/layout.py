@@ -13,12 +13,12 @@ from cachestream.linux import (
     filesystem_of,
     is_network_filesystem,
     kind_of,
-    make_private_folder,
     move,
     open_private,
+    other_owner,
     remove,
 )
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.os_errors import check_own, translated_disk_errors
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 OWNER_SUFFIX: Final = ".owner"
@@ -37,9 +37,9 @@ class Directory:
     def __init__(self, root: str) -> None:
         self.root: Final = root
         self.catalogue: Final = os.path.join(root, "catalogue.sqlite")
-        # A copy of the settings, from which a lost catalogue is restored.
         self.settings: Final = os.path.join(root, "cache.json")
-        # Held by whoever makes the catalogue, or changes settings.
+        self.spare_settings: Final = os.path.join(root, "cache.spare.json")
+        # Held by whoever makes the catalogue.
         self.opening_lock: Final = os.path.join(root, "opening.lock")
         self.shards: Final = os.path.join(root, "shards")
         self.leases: Final = os.path.join(root, "leases")
@@ -130,20 +130,20 @@ def _create_folders(directory: Directory) -> None:
             f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of "
             "its own"
         )
+    check_own(directory.root)
     for name in _FOLDERS:
         path = os.path.join(directory.root, name)
         with translated_disk_errors(path, "creating it"):
-            make_private_folder(path)
+            os.makedirs(path, mode=0o700, exist_ok=True)
 
 
 def _check_owner(root: str) -> None:
-    info = os.stat(root)
-    if info.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-        raise ConfigError(
-            f"{root} belongs to another user (uid {info.st_uid}); choose a directory of your own"
-        )
-    if info.st_mode & stat.S_IWOTH:
-        is_shared = info.st_mode & stat.S_ISVTX
+    # Another user's cache may be looked at; `check_own` refuses what changes it.
+    if (owner := other_owner(root)) is not None and not os.path.exists(Directory(root).catalogue):
+        raise ConfigError(f"{root} belongs to another user (uid {owner}); choose a directory of your own")
+    mode = os.stat(root).st_mode
+    if mode & stat.S_IWOTH:
+        is_shared = mode & stat.S_ISVTX
         raise ConfigError(
             f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
             if is_shared
@@ -201,15 +201,19 @@ def remove_if_there(path: str) -> bool:
     return True
 
 
-def replace_file(path: str, data: bytes) -> None:
-    """Replace the file at `path` by one that holds `data`: whole, durable, and readable by its owner only."""
+def replace_file(path: str, data: bytes, *, durable: bool = False) -> None:
+    """Replace the file at `path` by one that holds `data`: whole, and readable by its owner only.
+
+    With `durable`, a power cut leaves the old file or the new one.
+    """
     temporary = path + ".new"
     remove_if_there(temporary)  # no file perhaps
     try:
         with open(temporary, "wb", opener=open_private) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         move(temporary, path)
     finally:
         remove_if_there(temporary)
@@ -219,15 +223,6 @@ def free_bytes(root: str) -> int:
     """The bytes that this user may still write on the disk that holds `root`."""
     info = os.statvfs(root)
     return info.f_bavail * info.f_frsize
-
-
-def sync_folder(folder: str) -> None:
-    """Make renames and unlinks in `folder` durable across a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
@@ -252,5 +247,3 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
             total_bytes += size_of_file(quarantined)
             if number >= _MAX_QUARANTINED or total_bytes > limit_bytes // _QUARANTINE_DIVISOR:
                 remove_if_there(quarantined)
-        sync_folder(directory.quarantine)
-        sync_folder(os.path.dirname(path))

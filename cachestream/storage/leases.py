@@ -1,8 +1,8 @@
 """Leases: the shards that live readers need, as locked files that contain ranges of shard ids.
 
-A process that takes a snapshot holds `Leases.locked` from the choice of the shards to the lease. A process
-that evicts holds it from reading the leases to deleting the rows. So no shard is evicted after it was chosen
-and before it is leased.
+A process that takes a snapshot makes the lease in the transaction that chooses the shards. A process that evicts
+reads the leases in the transaction that dooms the rows. So no shard is evicted after it was chosen and before it is
+leased. Whoever joins a lease, as the workers of a DataLoader do, needs no catalogue.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,12 +19,11 @@ import numpy as np
 from cachestream.errors import EpochError
 from cachestream.linux import open_private
 from cachestream.schema import IntArray
-from cachestream.storage.locks import HeldFile, is_held, lock_file, locked, remove_unheld
-from cachestream.storage.os_errors import lock_timeout, translated_disk_errors
+from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
+from cachestream.storage.os_errors import translated_disk_errors
 
 _CREATE_TIMEOUT_S: Final = 2.0
 _JOIN_TIMEOUT_S: Final = 5.0
-_LOCK_TIMEOUT_S: Final = 20.0
 
 
 class Lease:
@@ -99,13 +97,8 @@ class Leases:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Keep other threads and processes from leasing and evicting. Not within a transaction."""
-        path = self._folder + ".lock"
-        return locked(path, _LOCK_TIMEOUT_S, lock_timeout(path, _LOCK_TIMEOUT_S))
-
     def create(self, ranges: IntArray) -> Lease:
-        """Lease the shards in `ranges` `[n, 2]` (first, last) for this process. Requires the lock."""
+        """Lease the shards in `ranges` `[n, 2]` (first, last) for this process. Requires the catalogue's write lock."""
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:

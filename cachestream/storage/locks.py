@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from cachestream.errors import CacheFullError, CacheLockedError
 from cachestream.linux import open_private, remove
-from cachestream.storage.os_errors import disk_error
+from cachestream.storage.os_errors import check_own, disk_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -262,6 +262,8 @@ def file_identity(path: str) -> tuple[int, int] | None:
 
 def _open(path: str, create: bool) -> int:
     # flock needs no write permission: a probe works on a read-only mount.
+    if create:
+        check_own(os.path.dirname(path))
     try:
         return open_private(path, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
     except OSError as error:

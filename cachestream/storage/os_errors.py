@@ -6,11 +6,11 @@ import errno
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
-from cachestream.linux import NOT_A_FILE, kind_of, open_private, remove
+from cachestream.linux import NOT_A_FILE, kind_of, open_private, other_owner, remove
 
 _PROBE_BYTES: Final = 4096
 # Parts of SQLite's messages for invalid pages, and for unexpected tables and rows that violate constraints.
@@ -96,6 +96,18 @@ def unwritable(path: str, said: str | None = None) -> CacheError:
             "records in it; mount it for writing (in a container without ':ro')"
         )
     return CacheError(f"{what}; check its owner and permissions")
+
+
+def check_own(folder: str) -> None:
+    """Raise CacheError if `folder`, of a cache, belongs to another user; root would leave files there that
+    this user cannot open.
+    """
+    with suppress(OSError):
+        if (owner := other_owner(folder)) is not None:
+            raise CacheError(
+                f"{folder} cannot be written: it belongs to another user (uid {owner}), and only that user changes "
+                "a cache; run as this user, or use a directory of your own"
+            )
 
 
 @contextmanager

@@ -1,21 +1,26 @@
-"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all."""
+"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all.
+
+A file is written under a temporary name, within the bytes that were reserved for it, by any process
+(`write_shard`). Whoever holds the supervisor's lock renames it and commits its row (`Publisher`).
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
-from cachestream.schema import ShardRow, Span
+from cachestream.schema import IntArray, Schema, Span
 from cachestream.shard_format import ShardContent, encode_header
-from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes, sync_folder
+from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes
 from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.progress import PassRow
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import FailureRow
 
@@ -24,7 +29,9 @@ if TYPE_CHECKING:
     from cachestream.storage.reservations import Reservations
     from cachestream.storage.tables import Tables
 
+SpansOf = Callable[[int], IntArray]  # of the live shards of a pass, int64 `[n, 4]`; see `Tables.spans_of`
 _PIECE_BYTES: Final = 8 << 20
+_ENTERED: Final = ("part", "holdout", "held_out", "transform")  # of a shard's `fill`, what its row records
 
 
 class CatalogueReplacedError(CacheError):
@@ -32,25 +39,62 @@ class CatalogueReplacedError(CacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class UnitProgress:
-    """The progress of units in one commit: positions of claims, and samples skipped on the way.
+class Reserved:
+    """A shard that is to be written: its id, and the most bytes of disk that its file may occupy."""
 
-    `claims` holds (claim id, position, offset): everything before that is done. `settled` are positions of
-    suspects that were read without a crash, or that were given up.
+    id: int
+    most_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """A shard that lies under its temporary name, as its row describes it; `size_bytes`: its accounted size."""
+
+    id: int
+    size_bytes: int
+    num_samples: int
+    schema: Schema
+    fill: Mapping[str, Any]
+
+
+def write_shard(
+    directory: Directory, reserved: Reserved, header: bytes, content: ShardContent
+) -> WrittenShard:
+    """Write a shard under its temporary name.
+
+    Raises CacheFullError when the disk refuses the bytes, CacheError when it fails: then the file is to be removed.
     """
+    path = directory.temporary_shard(reserved.id)
+    size_bytes = len(header) + content.data_bytes
+    with translated_disk_errors(path, f"writing {format_size(size_bytes)}"):
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            _allocate(fd, size_bytes)
+            _check_occupied(path, fd, reserved.most_bytes)
+            _write_all(fd, header)
+            for column in content.columns:
+                _write_all(fd, column.data.data)
+            _check_occupied(path, fd, reserved.most_bytes)
+            accounted = accounted_bytes(os.fstat(fd))
+        finally:
+            os.close(fd)
+    entered = {name: content.fill[name] for name in _ENTERED if name in content.fill}
+    return WrittenShard(reserved.id, accounted, content.num_samples, content.schema, entered)
 
-    pass_id: int
-    claims: tuple[tuple[int, int, int], ...] = ()
-    settled: tuple[int, ...] = ()
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is committed with shards: the progress of the pass `row`, and samples skipped on the way."""
+
+    row: PassRow | None = None
     failures: tuple[FailureRow, ...] = ()
 
 
 class Publisher:
-    """Writes shards for one sampling process, known to the others as `owner`.
+    """Reserves, and commits written shards, in the name of `owner`.
 
-    It publishes only into the catalogue that exists at its creation. In a rebuilt one, ids of passes and
-    claims have another meaning, and another process may read the same samples. Every method then raises
-    CatalogueReplacedError.
+    It commits only to the catalogue that exists at its creation. In a rebuilt one, the ids of passes have
+    another meaning. Every method then raises CatalogueReplacedError.
     """
 
     def __init__(
@@ -63,97 +107,130 @@ class Publisher:
         with catalogue.reading() as tables:
             self._catalogue_id = tables.meta("catalogue_id")
 
-    def publish(
-        self,
-        contents: Sequence[ShardContent],
-        spans: Sequence[Span],
-        progress: UnitProgress,
-        *,
-        may_evict: bool = True,
-        spare_unused: bool = True,
-        reserved: Sequence[int] = (),
-        only_if: Callable[[Tables], bool] | None = None,
-    ) -> list[int] | None:
-        """Write each of `contents` as a new shard with the same spans, and commit `progress` with them.
+    def reserve(
+        self, sizes: Sequence[int], *, may_evict: bool = True, spare_unused: bool = True
+    ) -> list[Reserved] | None:
+        """Reserve space for files of these sizes in bytes; None when there is no space now.
 
-        `reserved`: ids of reservations that were made for the first of them. `only_if` is called in the
-        transaction that publishes: nothing is published if it returns False.
-
-        Returns the shards' ids, or None when there is no space now (nothing has changed then). Raises
-        CacheFullError when the disk refuses the bytes, CacheError when it fails, and SchemaMismatchError when
-        the cache holds other samples.
+        Raises CacheFullError when the disk refuses even that.
         """
-        headers = [encode_header(content) for content in contents]
-        sizes = [len(header) + content.data_bytes for header, content in zip(headers, contents, strict=True)]
-        footprints = [self._reservations.footprint(size_bytes) for size_bytes in sizes]
-        shard_ids = list(reserved)
+        reserved: list[Reserved] = []
         try:
-            for footprint in footprints[len(shard_ids) :]:
+            for footprint in map(self._reservations.footprint, sizes):
                 shard_id = self._reservations.reserve(
                     footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
                 )
                 if shard_id is None:
-                    self._cancel(shard_ids)
+                    self.cancel(reserved)
                     return None
-                shard_ids.append(shard_id)
-            occupied = list(map(self._write, shard_ids, headers, contents, footprints))
-            with self._transaction() as tables:
-                is_wanted = only_if is None or only_if(tables)
-                if is_wanted:
-                    self._enter(tables, shard_ids, contents, occupied, spans, progress)
-            if not is_wanted:
-                self._cancel(shard_ids)
-                return None
-        except BaseException as error:
-            self._cancel(shard_ids)
-            if isinstance(error, CacheError):
-                with self._catalogue.reading() as tables:
-                    self._check_same(tables)  # a rebuild removes files that are being written
+                reserved.append(Reserved(shard_id, footprint))
+        except BaseException:
+            self.cancel(reserved)
             raise
-        return shard_ids
+        return reserved
+
+    def cancel(self, reserved: Sequence[Reserved | WrittenShard]) -> None:
+        """Remove the files of reservations, and then the reservations; a shard that was published stays."""
+        with ExitStack() as stack:  # each of them, also if another one fails
+            for one in reserved:
+                stack.callback(self._reservations.cancel, one.id, self._owner)
+
+    def publish(
+        self,
+        content: ShardContent,
+        pass_id: int,
+        spans: Sequence[Span],
+        *,
+        may_evict: bool = True,
+        spare_unused: bool = True,
+    ) -> int | None:
+        """Reserve space for a shard, write it and commit it; its id, or None when there is no space now."""
+        header = encode_header(content)
+        sizes = (len(header) + content.data_bytes,)
+        reserved = self.reserve(sizes, may_evict=may_evict, spare_unused=spare_unused)
+        if reserved is None:
+            return None
+        try:
+            written = write_shard(self._directory, reserved[0], header, content)
+        except BaseException:
+            self.cancel(reserved)
+            raise
+        self.commit([written], pass_id, spans, Progress())
+        return written.id
+
+    def commit(
+        self,
+        shards: Sequence[WrittenShard],
+        pass_id: int,
+        spans: Sequence[Span],
+        progress: Progress,
+        *,
+        decided: Schema | None = None,
+        only_if: Callable[[SpansOf], bool] | None = None,
+    ) -> bool:
+        """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
+
+        `only_if` is called in the transaction, with what the cache holds: nothing is published if it returns
+        False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`. Raises SchemaMismatchError when
+        the cache holds other samples.
+        """
+        try:
+            with translated_disk_errors(self._directory.shards, "publishing"):
+                for shard in shards:
+                    move(
+                        self._directory.temporary_shard(shard.id), shard_path(self._directory.root, shard.id)
+                    )
+            with self._transaction() as tables:
+                is_wanted = only_if is None or only_if(tables.spans_of)
+                if is_wanted:
+                    self._enter(tables, shards, pass_id, spans, decided)
+                    _record(tables, progress)
+        except BaseException as error:
+            self.cancel(shards)
+            if isinstance(error, CacheError):
+                self.check_same()  # a rebuild removes files that are being written
+            raise
+        if not is_wanted:
+            self.cancel(shards)
+        return is_wanted
 
     def _enter(
         self,
         tables: Tables,
-        shard_ids: Sequence[int],
-        contents: Sequence[ShardContent],
-        occupied: Sequence[int],
+        shards: Sequence[WrittenShard],
+        pass_id: int,
         spans: Sequence[Span],
-        progress: UnitProgress,
+        decided: Schema | None,
     ) -> None:
-        for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
-            if not tables.fulfil_reservation(shard_id, self._owner):
+        for shard in shards:
+            if not tables.publish(
+                shard.id,
+                self._owner,
+                shard.size_bytes,
+                shard.num_samples,
+                shard.schema,
+                shard.fill,
+                pass_id,
+                spans,
+                decided,
+            ):
                 raise CacheError(
-                    f"{self._directory.root}: another process has released the reservation of shard {shard_id}, "
+                    f"{self._directory.root}: another process has released the reservation of shard {shard.id}, "
                     "because this one seemed to be gone; its samples will be fetched again"
                 )
-            row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
-            tables.insert_shard(row, tables.admit_schema(content.schema), progress.pass_id, spans)
-            tables.enter_split(shard_id, content.fill)
-            tables.enter_transform(shard_id, content.fill)
-        tables.add("written_samples", sum(content.num_samples for content in contents))
-        _commit(tables, progress)
-
-    def _cancel(self, shard_ids: list[int]) -> None:
-        with ExitStack() as stack:  # each of them, also if another one fails
-            for shard_id in shard_ids:
-                stack.callback(self._reservations.cancel, shard_id, self._owner)
-
-    def commit(self, progress: UnitProgress) -> None:
-        """Commit progress that brought no samples."""
-        with self._transaction() as tables:
-            _commit(tables, progress)
-
-    def split_claim(self, claim_id: int, position: int, offset: int) -> int:
-        """Give the current `position` of a claim a claim of its own, and return its id."""
-        with self._transaction() as tables:
-            return tables.split_claim(claim_id, position, offset, self._owner)
+        if shards:
+            tables.add("written_samples", sum(shard.num_samples for shard in shards))
 
     @contextmanager
     def _transaction(self) -> Iterator[Tables]:
         with self._catalogue.transaction() as tables:
             self._check_same(tables)
             yield tables
+
+    def check_same(self) -> None:
+        """Raise CatalogueReplacedError if the catalogue is another one than at first."""
+        with self._catalogue.reading() as tables:
+            self._check_same(tables)
 
     def _check_same(self, tables: Tables) -> None:
         if tables.meta("catalogue_id") != self._catalogue_id:
@@ -162,27 +239,12 @@ class Publisher:
                 "be fetched again"
             )
 
-    def _write(self, shard_id: int, header: bytes, content: ShardContent, most_bytes: int) -> int:
-        """Write the file within `most_bytes` of disk, and return its accounted size."""
-        temporary = self._directory.temporary_shard(shard_id)
-        size_bytes = len(header) + content.data_bytes
-        with translated_disk_errors(temporary, f"writing {format_size(size_bytes)}"):
-            fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                _allocate(fd, size_bytes)
-                _check_occupied(temporary, fd, most_bytes)
-                _write_all(fd, header)
-                for column in content.columns:
-                    _write_all(fd, column.data.data)
-                # Never retried: after a failed fsync the pages are marked clean. The file is removed.
-                os.fsync(fd)
-                _check_occupied(temporary, fd, most_bytes)
-                accounted = accounted_bytes(os.fstat(fd))
-            finally:
-                os.close(fd)
-            move(temporary, shard_path(self._directory.root, shard_id))
-            sync_folder(self._directory.shards)
-        return accounted
+
+def _record(tables: Tables, progress: Progress) -> None:
+    if progress.row is not None:
+        tables.record_progress(progress.row)
+    for failure in progress.failures:
+        tables.add_failure(failure.kind, failure.reason, failure.count, failure.example)
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
@@ -206,18 +268,11 @@ def _check_occupied(path: str, fd: int, most_bytes: int) -> None:
         )
 
 
-def _commit(tables: Tables, progress: UnitProgress) -> None:
-    for claim_id, position, offset in progress.claims:
-        tables.move_claim(claim_id, position, offset)
-    tables.clear_suspects(progress.pass_id, progress.settled)
-    for failure in progress.failures:
-        tables.add_failure(failure.kind, failure.reason, failure.count, failure.example)
-
-
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write `data` in pieces, and start the writeback of each: the fsync then has less to wait for."""
+    """Write `data` in pieces, and start the writeback of each whole one: small files come in one burst."""
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])
-        begin_writeback(fd, written)
+        if written == _PIECE_BYTES:
+            begin_writeback(fd, written)
         view = view[written:]

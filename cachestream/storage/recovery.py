@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from cachestream.config import format_size
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
-from cachestream.linux import kind_of, move, remove
-from cachestream.schema import Schema, ShardRow, Span, spans_of
+from cachestream.linux import boot_id, kind_of, move, other_owner, remove
+from cachestream.schema import Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.layout import (
@@ -25,27 +27,31 @@ from cachestream.storage.layout import (
     overhead_bytes,
     remove_if_there,
     size_of_file,
-    sync_folder,
 )
-from cachestream.storage.locks import file_identity, is_held
+from cachestream.storage.locks import file_identity, is_held, locked
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     CatalogueUnreadableError,
+    lock_timeout,
     translated_disk_errors,
 )
-from cachestream.storage.settings import compare_copy, initial_settings, opening_lock, save_copy
+from cachestream.storage.settings import Settings, find_settings, read_settings, write_settings
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.tables import STRAY
 from cachestream.storage.telemetry import forget_dead_loaders
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
     from cachestream.storage.tables import Tables
 
+logger = logging.getLogger("cachestream")
+
 # The file names of published shards and of shards being written; the group is the shard's id.
 _SHARD_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(SUFFIX)}")
 _TEMPORARY_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(TEMPORARY_SUFFIX)}")
 # Processes with ids from the lost catalogue may still be writing: those ids must not be given out again.
 _IDS_SKIPPED: Final = 1000
+_OPEN_TIMEOUT_S: Final = 60.0
 
 
 def open_catalogue(directory: Directory) -> Catalogue:
@@ -54,12 +60,67 @@ def open_catalogue(directory: Directory) -> Catalogue:
     A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
     """
     catalogue = Catalogue(directory.catalogue)
-    if catalogue.problem() is not None:
+    if _trouble(directory, catalogue) is not None:
         rebuild_catalogue(directory, catalogue)
     catalogue.is_mended = partial(is_held, directory.supervisor_lock)
-    with suppress(CacheError):  # where nothing can be written, or not now
-        compare_copy(directory, catalogue)
+    settings = find_settings(directory)
+    if settings is None or settings.boot != boot_id():
+        with suppress(CacheError):  # where nothing can be written, or not now
+            _note_boot(directory, catalogue)
     return catalogue
+
+
+def opening_lock(directory: Directory) -> AbstractContextManager[None]:
+    """Keep other processes from making the catalogue."""
+    path = directory.opening_lock
+    return locked(path, _OPEN_TIMEOUT_S, lock_timeout(path, _OPEN_TIMEOUT_S))
+
+
+def _note_boot(directory: Directory, catalogue: Catalogue) -> None:
+    with catalogue.transaction():
+        settings = find_settings(directory)
+        if settings is None:
+            settings = Settings.default(directory.root)
+            logger.warning(
+                "%s: cache.json and its copy are lost; its limit is %s now",
+                directory.root,
+                format_size(settings.size_limit),
+            )
+        write_settings(directory, settings)
+
+
+def _trouble(directory: Directory, catalogue: Catalogue) -> str | None:
+    """The reason to make the catalogue anew; None for one that is sound."""
+    if (problem := catalogue.problem()) is not None:
+        return problem
+    settings = find_settings(directory)
+    if settings is None or settings.boot in (None, boot_id()):
+        return None
+    if not os.access(directory.root, os.W_OK, effective_ids=True) or other_owner(directory.root) is not None:
+        return None  # this process only looks
+    # A power cut may leave pages of different times, which together make sense to SQLite.
+    if settings.seal == catalogue.digest() and _shard_files(directory) == _shard_rows(catalogue):
+        return None
+    return "the machine has restarted while the cache was in use, and its catalogue may not have been written whole"
+
+
+def _shard_files(directory: Directory) -> set[int]:
+    names = os.listdir(directory.shards)
+    return {int(match[1]) for name in names if (match := _SHARD_NAME.fullmatch(name))}
+
+
+def _shard_rows(catalogue: Catalogue) -> set[int]:
+    with catalogue.reading() as tables:
+        return tables.shard_ids()
+
+
+def seal_catalogue(directory: Directory, catalogue: Catalogue) -> None:
+    """Note what the catalogue holds, so that the next boot finds it whole, if nothing changes it until then.
+
+    Not synced: what a power cut takes of it differs from the note.
+    """
+    with catalogue.transaction():
+        write_settings(directory, replace(read_settings(directory), seal=catalogue.digest()))
 
 
 def rebuild_catalogue(
@@ -74,27 +135,27 @@ def rebuild_catalogue(
         found = file_identity(catalogue.path)
         if found is not None:
             is_condemned = error is not None and not isinstance(error, CatalogueUnreadableError)
-            if not (is_condemned and found == catalogue.identity) and catalogue.problem() is None:
-                return
+            if not (is_condemned and found == catalogue.identity):
+                if (trouble := _trouble(directory, catalogue)) is None:
+                    return
+                logger.warning("%s: %s; it is made anew from the shards", directory.root, trouble)
         catalogue.close()
-        settings = initial_settings(directory)
+        known = find_settings(directory)
+        settings = known or Settings.default(directory.root)
         new = Catalogue(os.path.join(directory.root, "catalogue.new"))
         for path in (new.path, new.path + "-journal"):
             remove_if_there(path)  # of a process that was killed here
 
         def fill(tables: Tables) -> None:
-            for key, value in settings.items():
-                tables.set_setting(key, value)
             tables.set_meta("catalogue_id", uuid.uuid4().hex)  # a new one for each catalogue
-            _enter_shards(directory, tables)
+            _enter_shards(directory, tables, _IDS_SKIPPED if known else 0)
 
+        write_settings(directory, settings)
         new.create(fill)
         new.close()
-        _set_aside(directory, settings["size_limit"])
+        _set_aside(directory, settings.size_limit)
         move(new.path, catalogue.path)
         remove_if_there(new.path + "-journal")
-        sync_folder(directory.root)
-        save_copy(directory, catalogue)
 
 
 def _set_aside(directory: Directory, limit_bytes: int) -> None:
@@ -119,16 +180,12 @@ def _set_aside(directory: Directory, limit_bytes: int) -> None:
         remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
 
 
-def _enter_shards(directory: Directory, tables: Tables) -> None:
+def _enter_shards(directory: Directory, tables: Tables, last_id: int) -> None:
     """Enter the shard files in new `tables`; unreadable ones are quarantined.
 
     Only headers are read: data is verified on first use. Temporary files are removed: their reservations are
     lost, and their samples will be fetched again.
     """
-    if tables.holdout is not None:
-        tables.hold_out(tables.holdout)
-    last_id = _IDS_SKIPPED if os.path.exists(directory.settings) else 0
-    schema_ids: dict[Schema, int] = {}
     for name in sorted(os.listdir(directory.shards)):
         path = os.path.join(directory.shards, name)
         if _TEMPORARY_NAME.fullmatch(name):
@@ -137,27 +194,24 @@ def _enter_shards(directory: Directory, tables: Tables) -> None:
             continue
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
         try:
-            _enter_shard(tables, int(match[1]), path, schema_ids)
+            _enter_shard(tables, int(match[1]), path)
         except (CorruptShardError, SchemaMismatchError):
-            move_aside(directory, path, int(tables.meta("size_limit")))
+            tables.forget([int(match[1])])
+            move_aside(directory, path, tables.settings.size_limit)
             tables.add("quarantined", 1)
     tables.set_meta("last_shard_id", last_id)
 
 
-def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Schema, int]) -> None:
+def _enter_shard(tables: Tables, shard_id: int, path: str) -> None:
     """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
     shard = MappedShard(path)
     if not shard.num_samples:  # no writer makes one, and its spans would hide samples that are not cached
         raise CorruptShardError(f"{path}: it holds no samples")
-    if shard.schema not in schema_ids:
-        schema_ids[shard.schema] = tables.admit_schema(shard.schema)
+    size_bytes = accounted_bytes(os.lstat(path))
+    tables.set_meta("last_shard_id", shard_id - 1)
+    tables.reserve(size_bytes, "")
     pass_id, spans = _origin(tables, shard.fill)
-    row = ShardRow(shard_id, accounted_bytes(os.lstat(path)), shard.num_samples, 0, 0)
-    tables.insert_shard(row, schema_ids[shard.schema], pass_id, spans)
-    if "part" in shard.fill and tables.holdout is None:
-        tables.hold_out(float(shard.fill["holdout"]))
-    tables.enter_split(shard_id, shard.fill)
-    tables.enter_transform(shard_id, shard.fill)
+    tables.publish(shard_id, "", size_bytes, shard.num_samples, shard.schema, shard.fill, pass_id, spans)
 
 
 def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, Sequence[Span]]:
@@ -244,6 +298,7 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
             cache.quarantine(shard_id, said or f"shard {shard_id}: missing")
         orphans = _files_to_remove(directory, catalogue)
         stuck = sum(map(_remove_file, orphans)) < len(orphans)
+        count_strays(directory, catalogue)
         cache.enforce_limit()  # which whoever lowered it may have been killed over
     else:
         names = sorted(os.listdir(directory.shards))
@@ -284,13 +339,14 @@ def _check_shards(
 def check_sizes(
     directory: Directory, catalogue: Catalogue, *, correct: bool, newest: int | None = None
 ) -> str | None:
-    """Compare recorded sizes with the files, and sums with the rows; return the first problem, or None.
+    """Compare recorded sizes with the files; return the problem, or None.
 
     With `newest`, the sizes of that many shards are compared, and all only if something is wrong. With
-    `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
+    `correct`, they are corrected: a bit has flipped, or the shards were copied from another disk.
     """
     with catalogue.reading() as tables:
-        booked, sums, totals = tables.sizes(newest), tables.sums(), tables.totals()
+        question = "SELECT id, size_bytes FROM live ORDER BY id DESC LIMIT ?"
+        booked = dict(tables.execute(question, (-1 if newest is None else newest,)).fetchall())
     wrong = {}
     with translated_disk_errors(directory.shards, "reading the sizes of its files"):
         for shard_id, size_bytes in booked.items():
@@ -298,18 +354,15 @@ def check_sizes(
                 actual_bytes = accounted_bytes(os.lstat(shard_path(directory.root, shard_id)))
                 if actual_bytes != size_bytes:
                     wrong[shard_id] = actual_bytes
-    if not wrong and sums == totals:
+    if not wrong:
         return None
     if newest is not None:
         return check_sizes(directory, catalogue, correct=correct)
     if correct:
         with catalogue.transaction() as tables:
-            tables.correct_sizes(wrong)
-    return (
-        f"the recorded size of {len(wrong)} of {len(booked)} shards is wrong"
-        if wrong
-        else f"the sums are {totals} and not {sums}"
-    )
+            pairs = [(size_bytes, shard_id) for shard_id, size_bytes in wrong.items()]
+            tables.executemany("UPDATE shards SET size_bytes = ? WHERE id = ?", pairs)
+    return f"the recorded size of {len(wrong)} of {len(booked)} shards is wrong"
 
 
 # --- leftovers
@@ -319,11 +372,24 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     """Remove our files that belong to no shard and no writer (after a power loss); return their number."""
     leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
     removed = sum(map(_remove_file, leftovers))
-    if removed:
-        with translated_disk_errors(directory.shards):
-            sync_folder(directory.shards)
+    count_strays(directory, catalogue)
     forget_dead_loaders(directory)
     return removed
+
+
+def count_strays(directory: Directory, catalogue: Catalogue) -> None:
+    """Have unknown files among the shards count as used, in a row of their own."""
+    with translated_disk_errors(directory.shards, "listing it"):
+        names = os.listdir(directory.shards)
+    with catalogue.reading() as tables:
+        paths, known = _unknown_files(directory, names, tables), tables.bytes_in(STRAY)
+    found = sum(size_of_file(path) + (bytes_below(path) if path.endswith("/") else 0) for path in paths)
+    if found != known:
+        with catalogue.transaction() as tables:
+            tables.execute(
+                "INSERT OR REPLACE INTO shards (id, state, owner, size_bytes) VALUES (0, ?, '', ?)",
+                (STRAY, found),
+            )
 
 
 def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:
@@ -352,7 +418,7 @@ def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -
     The names are listed before: a file that is written later would belong to a later reservation. A folder
     whose name is not ours ends in "/".
     """
-    reserved = {reservation.id for reservation in tables.reservations()}
+    reserved = {row.id for row in tables.unfinished()}
     known = tables.shard_ids() | reserved
     found = [
         os.path.join(directory.shards, name)

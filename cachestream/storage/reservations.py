@@ -2,22 +2,27 @@
 
 The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
 file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. Reservations of a dead process are cleared by the next one that reserves. What a transaction has
-to know of the disk and of the leases is read before it begins.
+process dies. Reservations of a dead process are cleared by the next one that reserves. The catalogue's write lock
+decides: under it the disk is measured and the leases are read, and a lease is made.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+from filelock import FileLock, Timeout
+
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, CacheLockedError
+from cachestream.linux import remove
 from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.catalogue import JOURNAL_BYTES
 from cachestream.storage.eviction import EvictionPolicy, Room, choose_victims, chosen_by, describe_shortage
@@ -29,13 +34,12 @@ from cachestream.storage.layout import (
     overhead_bytes,
     remove_if_there,
     size_of_file,
-    sync_folder,
 )
 from cachestream.storage.leases import Lease, Leases
-from cachestream.storage.locks import is_held, lock_file, remove_unheld
-from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.locks import is_held, remove_unheld
+from cachestream.storage.os_errors import check_own, translated_disk_errors
 from cachestream.storage.shard import shard_path
-from cachestream.storage.tables import Reservation, Tables
+from cachestream.storage.tables import DOOMED, RESERVED, Tables
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,15 +77,25 @@ class DiskUsage:
 
 
 class Owner:
-    """A process that writes into the cache, alive for as long as it holds its file's lock."""
+    """A process that writes into the cache, alive for as long as it holds its file's lock.
+
+    The kernel drops the lock when the process ends; a forked child does not have it.
+    """
 
     def __init__(self, directory: Directory, name: str) -> None:
         self.name = name
         path = directory.owner_file(name)
-        file = lock_file(path, timeout_s=_OWNER_TIMEOUT_S)
-        if file is None:
-            raise CacheLockedError(f"{path} is held by another process; start again")
-        self._file = file
+        check_own(directory.leases)
+        self._lock = FileLock(path, _OWNER_TIMEOUT_S, mode=0o600, thread_local=False, poll_interval=0.01)
+        with translated_disk_errors(path):
+            if not os.path.isdir(
+                directory.leases
+            ):  # filelock would make it: a cache that was removed comes back
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            try:
+                self._lock.acquire()
+            except Timeout as error:
+                raise CacheLockedError(f"{path} is held by another process; start again") from error
 
     @classmethod
     def temporary(cls, directory: Directory, what: str) -> Owner:
@@ -89,7 +103,10 @@ class Owner:
         return cls(directory, f"{what}-{secrets.token_hex(6)}")
 
     def release(self) -> None:
-        self._file.release(unlink=True)
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):
+                remove(self._lock.lock_file)
+            self._lock.release(force=True)
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +135,7 @@ class Reservations:
 
     def hold(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
-        with self.leases.locked():
+        with self._catalogue.transaction():
             return self.leases.create(ranges)
 
     def footprint(self, size_bytes: int) -> int:
@@ -128,10 +145,10 @@ class Reservations:
     # --- the room there is
 
     def measure(self) -> DiskUsage:
-        """Measure the directory and its disk. Not within a transaction."""
+        """Measure the directory and its disk; in a write transaction nobody reserves meanwhile."""
         # Read before the disk's free bytes: a shard that is published meanwhile counts twice, not never.
         with self._catalogue.reading() as tables:
-            promised_bytes = tables.reserved_bytes()[0]
+            promised_bytes = tables.bytes_in(RESERVED)
         with translated_disk_errors(self._directory.root, "measuring it"):
             # A transaction that touches every row (a snapshot) has a journal as large as the catalogue, of
             # which it keeps what it has.
@@ -153,7 +170,7 @@ class Reservations:
         usage, leased = self.measure(), self.leases.live().merged()
         with self._catalogue.reading() as tables:
             room, leased_bytes = room_in(tables, usage), tables.bytes_within(leased)
-            size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+            size_limit, min_free = tables.settings.size_limit, tables.settings.min_free
         text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
         if room.limit_bytes < size_limit:
             text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
@@ -171,19 +188,20 @@ class Reservations:
         then writes the file, and turns the reservation into a shard or cancels it.
         """
         self.clear_dead(owner)
-        with self.leases.locked():
+        ranking: list[int] = []
+        if may_evict:
+            ranking = self.rank(lambda room: room.free_bytes < size_bytes, used_only=spare_unused)
+        with self._catalogue.transaction() as tables:
             usage, leased = self.measure(), self.leases.live(clear=True).merged()
-            with self._catalogue.transaction() as tables:
-                short_bytes = size_bytes - room_in(tables, usage).free_bytes
-                if 0 < short_bytes <= tables.reserved_bytes()[1]:
-                    return None  # other processes are unlinking as much: more eviction would empty the cache
-                policy = self.policy(tables) if may_evict else "none"
-                victims = _victims(tables, policy, leased, short_bytes, used_only=spare_unused)
-                if short_bytes > sum(row.size_bytes for row in victims):
-                    return None
-                shard_id = tables.add("last_shard_id", 1)
-                tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
-                self._doom(tables, victims, owner)
+            short_bytes = size_bytes - room_in(tables, usage).free_bytes
+            if 0 < short_bytes <= tables.bytes_in(DOOMED):
+                return None  # other processes are unlinking as much: more eviction would empty the cache
+            policy = self.policy(tables) if may_evict else "none"
+            victims = _victims(tables, policy, ranking, leased, short_bytes, used_only=spare_unused)
+            if short_bytes > sum(row.size_bytes for row in victims):
+                return None
+            shard_id = tables.reserve(size_bytes, owner)
+            self._doom(tables, victims, owner)
         try:
             self._unlink([row.id for row in victims], owner)
         except BaseException:
@@ -198,11 +216,11 @@ class Reservations:
         """
         with self._retried_later([shard_id], owner):
             with self._catalogue.reading() as tables:
-                if tables.shard(shard_id) is not None:
+                if shard_id not in {row.id for row in tables.unfinished()}:
                     return  # interrupted after the commit
             self._remove_files([shard_id])
             with self._catalogue.transaction() as tables:
-                tables.delete_reservations([shard_id])
+                tables.forget([shard_id])
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
@@ -220,17 +238,23 @@ class Reservations:
     def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None, at_most: int | None = None) -> int:
         with self.evictor("evict") as owner:
             self.clear_dead(owner)
-            with self.leases.locked():
+            ranking: list[int] = []
+            if policy is None:
+                ranking = self.rank(
+                    lambda room: room.used_bytes > (room.limit_bytes if to_bytes is None else to_bytes),
+                    spare_held_out=False,
+                )
+            with self._catalogue.transaction() as tables:
                 usage, leased = self.measure(), self.leases.live(clear=True).merged()
-                with self._catalogue.transaction() as tables:
-                    room = room_in(tables, usage)
-                    surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-                    surplus_bytes -= tables.reserved_bytes()[1]  # other processes are unlinking as much
-                    policy = policy or self.policy(tables)
-                    victims = _victims(tables, policy, leased, surplus_bytes, spare_held_out=False)[:at_most]
-                    self._doom(tables, victims, owner)
-                    if victims:
-                        tables.resume_filling()
+                room = room_in(tables, usage)
+                surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+                surplus_bytes -= tables.bytes_in(DOOMED)  # other processes are unlinking as much
+                policy = policy or self.policy(tables)
+                victims = _victims(tables, policy, ranking, leased, surplus_bytes, spare_held_out=False)
+                victims = victims[:at_most]
+                self._doom(tables, victims, owner)
+                if victims:
+                    tables.resume_filling()
             self._unlink([row.id for row in victims], owner)
         return sum(row.size_bytes for row in victims)
 
@@ -258,8 +282,13 @@ class Reservations:
             if name.endswith((OWNER_SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
-            reservations = tables.reservations()
-        abandoned = self._abandoned(reservations)
+            unfinished = tables.unfinished()
+        # The name of a dead owner is never used again.
+        owners = {row.owner for row in unfinished}
+        dead = {name for name in owners if not is_held(self._directory.owner_file(name))}
+        abandoned = [
+            row for row in unfinished if row.owner in dead or self._unreleased.get(row.id) == row.owner
+        ]
         if not abandoned:
             return
         with contextlib.ExitStack() as stack:
@@ -268,26 +297,38 @@ class Reservations:
             # An owner may have published its shard before it ended. Transferred, not deleted: the bytes count
             # until the files are removed, even if this process dies before that.
             with self._catalogue.transaction() as tables:
-                taken = [r.id for r in abandoned if tables.take_reservation(r.id, r.owner, owner)]
+                taken = tables.bury(abandoned, owner)
             self._unlink(taken, owner)
+
+    def rank(
+        self,
+        is_needed: Callable[[Room], bool] = lambda _: True,
+        *,
+        used_only: bool = False,
+        spare_held_out: bool = True,
+        spare_leased: bool = True,
+    ) -> list[int]:
+        """The ids of the shards that an eviction function returns, the first to evict first; [] without one.
+
+        The user's function may take its time, and use the cache: it runs in no transaction.
+        """
+        with self._catalogue.reading() as tables:
+            policy = self.policy(tables)
+        if not callable(policy) or not is_needed(self.room()):
+            return []
+        leased = self.leases.live().merged() if spare_leased else np.empty((0, 2), np.int64)
+        with self._catalogue.reading() as tables:
+            kept = tables.held_out_shards() if spare_held_out else set()
+            rows = [row for row in _outside(leased, tables.shards(used_only=used_only)) if row.id not in kept]
+        return [row.id for row in chosen_by(policy, rows)]
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
             return
-        tables.delete_shards(row.id for row in victims)
-        for row in victims:
-            tables.insert_reservation(Reservation(row.id, row.size_bytes, owner, doomed=True))
+        tables.doom((row.id for row in victims), owner)
         tables.add("evicted_shards", len(victims))
         tables.add("evicted_samples", sum(row.num_samples for row in victims))
         tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
-
-    def _abandoned(self, reservations: list[Reservation]) -> list[Reservation]:
-        """The reservations of dead processes, and those that this process failed to release."""
-        # The name of a dead owner is never used again.
-        alive = {
-            name for name in {r.owner for r in reservations} if is_held(self._directory.owner_file(name))
-        }
-        return [r for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
         """Remove the files of doomed reservations of `owner`, and only then the reservations."""
@@ -295,10 +336,8 @@ class Reservations:
             return
         with self._retried_later(doomed, owner):
             self._remove_files(doomed)
-            with translated_disk_errors(self._directory.shards):
-                sync_folder(self._directory.shards)
             with self._catalogue.transaction() as tables:
-                tables.delete_reservations(doomed)
+                tables.forget(doomed)
 
     @contextlib.contextmanager
     def _retried_later(self, shard_ids: list[int], owner: str) -> Iterator[None]:
@@ -323,14 +362,15 @@ class Reservations:
 
 def room_in(tables: Tables, usage: DiskUsage) -> Room:
     """The limit in force and the bytes in use."""
-    size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
-    used = tables.totals()[2] + sum(tables.reserved_bytes()) + usage.overhead_bytes + usage.headroom_bytes
+    size_limit, min_free = tables.settings.size_limit, tables.settings.min_free
+    used = tables.bytes_of_files() + usage.overhead_bytes + usage.headroom_bytes
     return Room(effective_limit(size_limit, used, usage.free_bytes, min_free), used)
 
 
 def _victims(
     tables: Tables,
     policy: EvictionPolicy,
+    ranking: list[int],
     leased: IntArray,
     need_bytes: int,
     *,
@@ -339,8 +379,8 @@ def _victims(
 ) -> list[ShardRow]:
     """The shards to evict by `policy` that free `need_bytes`; all that may go if these do not.
 
-    Shards in the ranges `leased` stay, and those that hold only held-out samples, because a validation set
-    must not change between epochs. Unless `spare_held_out`, these go last.
+    `ranking`: what a function has chosen before. Shards in the ranges `leased` stay, and those that hold only
+    held-out samples, because a validation set must not change between epochs. Unless `spare_held_out`, these go last.
     """
     if policy == "none" or need_bytes <= 0:
         return []
@@ -352,7 +392,8 @@ def _victims(
         if spare_held_out:
             candidates = (row for row in unleased if row.id not in held_out)
         if callable(policy):
-            candidates = chosen_by(policy, list(candidates))
+            by_id = {row.id: row for row in candidates}
+            candidates = [by_id[shard_id] for shard_id in ranking if shard_id in by_id]
         if held_out and not spare_held_out:
             candidates = sorted(candidates, key=lambda row: row.id in held_out)
         return choose_victims(candidates, need_bytes)

@@ -1,6 +1,6 @@
-"""The settings of a cache: stored in its catalogue, and copied to a small file that outlives the catalogue.
+"""The settings of a cache, in `cache.json` alone: with a checksum, and written under the catalogue's write lock.
 
-A process that changes them holds the opening lock: the copies are written in the order of the changes.
+A copy in a second file holds where the first is lost or damaged: a limit is not to become the default one.
 """
 
 from __future__ import annotations
@@ -9,36 +9,56 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheError, CacheFullError, ConfigError
-from cachestream.linux import open_private
+from cachestream.linux import boot_id, open_private
 from cachestream.schema import Split, check_holdout, check_split
-from cachestream.storage.layout import free_bytes, replace_file
-from cachestream.storage.locks import locked
-from cachestream.storage.os_errors import (
-    DiskFailedError,
-    disk_error,
-    lock_timeout,
-    translated_disk_errors,
-)
+from cachestream.storage.layout import Directory, free_bytes, replace_file
+from cachestream.storage.os_errors import DiskFailedError, disk_error, translated_disk_errors
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
     from cachestream.storage.catalogue import Catalogue
-    from cachestream.storage.layout import Directory
 
 MIN_LIMIT_BYTES: Final = 1_000_000
 _DEFAULT_MIN_FREE: Final = "1GB"
-_OPEN_TIMEOUT_S: Final = 60.0
-_KEYS: Final = ("cache_id", "size_limit", "min_free", "eviction")
 
 logger = logging.getLogger("cachestream")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a cache; `holdout` is the share of its samples that is held out.
+
+    `boot`: the run of the machine in which the cache was used last. `seal`: the digest of its catalogue when it
+    was closed last. These two are not settings, and not part of the checksum.
+    """
+
+    cache_id: str
+    size_limit: int
+    min_free: int
+    eviction: str
+    holdout: float | None = None
+    boot: str | None = None
+    seal: str = ""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The settings proper."""
+        found = {name: getattr(self, name) for name in ("cache_id", "size_limit", "min_free", "eviction")}
+        return found if self.holdout is None else {**found, "holdout": self.holdout}
+
+    @classmethod
+    def default(cls, root: str) -> Settings:
+        """The settings of a new cache at `root`."""
+        limit_bytes = max(MIN_LIMIT_BYTES, int(0.8 * free_bytes(root)))
+        return cls(uuid.uuid4().hex, limit_bytes, parse_size(_DEFAULT_MIN_FREE), "lru")
 
 
 def parse_limit(size_limit: int | str) -> int:
@@ -52,115 +72,87 @@ def parse_limit(size_limit: int | str) -> int:
     return limit_bytes
 
 
-def opening_lock(directory: Directory) -> AbstractContextManager[None]:
-    """Keep other processes from making the catalogue and from changing settings."""
-    path = directory.opening_lock
-    return locked(path, _OPEN_TIMEOUT_S, lock_timeout(path, _OPEN_TIMEOUT_S))
+def find_settings(directory: Directory) -> Settings | None:
+    """The settings; None if both files are missing or damaged, or if there is no cache yet.
 
-
-def change_settings(directory: Directory, catalogue: Catalogue, changes: Mapping[str, Any]) -> None:
-    """Store settings; a full cache may have room then.
-
-    The copy is written first, as it holds where the two differ: settings that it cannot take do not change.
+    Raises DiskFailedError for a file that the disk does not read now: defaults would take its place.
     """
-    with opening_lock(directory):
-        stored = _stored(catalogue)
-        _write_copy(directory, {**stored, **changes})
-        try:
-            with catalogue.transaction() as tables:
-                for key, value in changes.items():
-                    tables.set_setting(key, value)
-                tables.resume_filling()
-        except BaseException:
-            with suppress(CacheError):
-                _write_copy(directory, stored)
-            raise
+    found = _read(directory.settings)
+    return _read(directory.spare_settings) if found is None else found
 
 
-def compare_copy(directory: Directory, catalogue: Catalogue) -> None:
-    """Correct the settings by their checksummed copy: a bit flip could make the limit any number."""
-    if _checked_copy(directory) == _stored(catalogue):
-        return
-    with opening_lock(directory):
-        saved, stored = _checked_copy(directory), _stored(catalogue)
-        # A process killed between the two stored or deleted the held-out share in the catalogue alone.
-        known = {key: value for key, value in (saved or {}).items() if key in stored}
-        wrong = [key for key in known if known[key] != stored[key]]
-        if wrong:
-            logger.warning(
-                "%s: the catalogue and cache.json differ in %s; the latter holds", directory.root, wrong
-            )
-            with catalogue.transaction() as tables:
-                for key in wrong:
-                    tables.set_setting(key, known[key])
-        save_copy(directory, catalogue)
+def read_settings(directory: Directory) -> Settings:
+    """The settings. Raises CacheError if they are lost."""
+    found = find_settings(directory)
+    if found is None:
+        raise CacheError(
+            f"{directory.settings} is missing or damaged; open the cache again, and set its limit "
+            "('cachestream limit CACHE SIZE')"
+        )
+    return found
 
 
-def initial_settings(directory: Directory) -> dict[str, Any]:
-    """The settings of a new catalogue: those of the copy, or defaults."""
-    return _checked_copy(directory) or {
-        "cache_id": uuid.uuid4().hex,
-        "size_limit": max(MIN_LIMIT_BYTES, int(0.8 * free_bytes(directory.root))),
-        "min_free": parse_size(_DEFAULT_MIN_FREE),
-        "eviction": "lru",
-    }
+def write_settings(directory: Directory, settings: Settings) -> None:
+    """Store the settings, and this run of the machine. Requires the catalogue's write lock, or the opening lock."""
+    _write(directory.settings, settings)
+    with suppress(CacheError):  # an older copy is better than none
+        spare = _read(directory.spare_settings)
+        if spare is None or spare.values != settings.values:
+            _write(directory.spare_settings, settings)
 
 
-def _stored(catalogue: Catalogue) -> dict[str, Any]:
-    """The settings in the catalogue; None for one whose key was lost by a bit flip."""
-    with catalogue.reading() as tables:
-        values = tables.all_meta()
-    return _selected(dict.fromkeys(_KEYS) | values)
+def change_settings(directory: Directory, catalogue: Catalogue, **changes: Any) -> None:
+    """Store changed settings; a full cache may have room then."""
+    with catalogue.transaction() as tables:
+        settings = replace(read_settings(directory), **changes)
+        tables.resume_filling()
+        write_settings(directory, settings)  # last: if it fails, nothing changes
 
 
-def _selected(values: Mapping[str, Any]) -> dict[str, Any]:
-    keys = [*_KEYS, "holdout"] if "holdout" in values else _KEYS
-    return {key: values[key] for key in keys}
-
-
-def _checked_copy(directory: Directory) -> dict[str, Any] | None:
-    """The copy of the settings; None if it is missing or its checksum is wrong.
-
-    Raises DiskFailedError for one that the disk does not read now: defaults would take its place.
-    """
+def _read(path: str) -> Settings | None:
+    """The settings in the file `path`; None if it is missing or its checksum is wrong."""
     try:
-        with open(directory.settings, encoding="utf-8", opener=open_private) as file:
+        with open(path, encoding="utf-8", opener=open_private) as file:
             saved = json.load(file)
-        settings = _selected(saved)
-        return settings if saved["xxh3"] == _checksum(settings) else None
+        names = ("cache_id", "size_limit", "min_free", "eviction", "holdout", "boot", "seal")
+        settings = Settings(**{name: saved[name] for name in names if name in saved})
+        if "xxh3" in saved:
+            return settings if saved["xxh3"] == _checksum(settings) else None
+        kinds = (
+            ("cache_id", str),
+            ("size_limit", int),
+            ("min_free", int),
+            ("eviction", str),
+        )  # of version 0.1.0
+        return settings if all(isinstance(saved[name], kind) for name, kind in kinds) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     except OSError as error:
-        failed = disk_error(directory.settings, error, "reading the settings")
+        failed = disk_error(path, error, "reading the settings")
         if isinstance(failed, DiskFailedError):
             raise failed from error
         return None
 
 
-def _checksum(settings: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(settings).encode())
+def _checksum(settings: Settings) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(settings.values).encode())
 
 
-def save_copy(directory: Directory, catalogue: Catalogue) -> None:
-    """Copy the settings to the file from which a lost catalogue is restored. Requires the opening lock."""
-    _write_copy(directory, _stored(catalogue))
-
-
-def _write_copy(directory: Directory, settings: dict[str, Any]) -> None:
-    text = json.dumps({"format": "cachestream", **settings, "xxh3": _checksum(settings)})
+def _write(path: str, settings: Settings) -> None:
+    noted = {"xxh3": _checksum(settings), "boot": boot_id(), "seal": settings.seal}
+    data = json.dumps({"format": "cachestream", **settings.values, **noted}).encode()
     try:
-        with translated_disk_errors(directory.settings, "saving the settings"):
-            replace_file(directory.settings, text.encode())
+        with translated_disk_errors(path, "saving the settings"):
+            replace_file(path, data, durable=True)
     except CacheFullError:
-        if not os.path.isfile(directory.settings):
+        if not os.path.isfile(path):
             raise
-        # The block of the old file takes it. A copy that is cut short fails its checksum: then the catalogue
-        # holds.
+        # The block of the old file takes it. While it is half written its checksum is wrong: then the copy holds.
         with (
-            translated_disk_errors(directory.settings, "saving the settings"),
-            open(directory.settings, "r+b", opener=open_private) as file,
+            translated_disk_errors(path, "saving the settings"),
+            open(path, "r+b", opener=open_private) as file,
         ):
-            file.write(text.encode())
+            file.write(data)
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
@@ -174,8 +166,7 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
 
     The share is stored in the cache and is the default from then on. Raises ConfigError for another one.
     """
-    with cache.catalogue.reading() as tables:
-        stored = tables.holdout
+    stored = read_settings(cache.directory).holdout
     if split is None and holdout is None:
         if stored is not None:
             logger.warning(
@@ -188,12 +179,11 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
     name = check_split("train" if split is None else split)
     share = None if holdout is None else check_holdout(holdout)
     if stored is None and share is not None:
-        with opening_lock(cache.directory):
-            with cache.catalogue.transaction() as tables:
-                if (stored := tables.holdout) is None:
-                    tables.hold_out(share)
-                    stored = share
-            save_copy(cache.directory, cache.catalogue)
+        with cache.catalogue.transaction():
+            settings = read_settings(cache.directory)
+            if (stored := settings.holdout) is None:
+                settings = replace(settings, holdout=(stored := share))
+                write_settings(cache.directory, settings)
     if stored is None:
         raise ConfigError(
             f"split={split!r}: {cache.path} holds nothing out so far; say which share, such as holdout=0.05"

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,7 +25,6 @@ from cachestream.storage.eviction import (
     Room,
     add_what_was_left,
     bytes_to_leave,
-    chosen_by,
     leave_out,
 )
 from cachestream.storage.filling import WAITS, FillState, fill_state, phase_now
@@ -34,6 +32,7 @@ from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
 from cachestream.storage.settings import choose_split
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.tables import DOOMED, RESERVED
 from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
@@ -75,22 +74,20 @@ class _CachedShards:
     ids: IntArray
     counts: IntArray
     sizes: IntArray
-    schema_ids: IntArray
     uses: IntArray
     split: Split | None
     view: View
 
     @classmethod
     def of(cls, tables: Tables, split: Split | None, view: View) -> _CachedShards:
-        ids, sizes, schema_ids, uses = tables.shard_columns("id", "num_samples", "schema_id", "uses")
+        ids, sizes, uses, held_out = tables.shard_columns("id", "num_samples", "uses", "held_out")
         counts = sizes
         # A shard published since the count is for the next epoch.
         if view.selects:
             counts = np.maximum(view.counts(ids), 0)
         elif split is not None:
-            held_out = tables.held_out_counts()
             counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
-        return cls(ids, counts, sizes, schema_ids, uses, split, view)
+        return cls(ids, counts, sizes, uses, split, view)
 
     def with_those_passed_over(self, chosen: IntArray) -> IntArray:
         """The indices `chosen`, and those of shards in which the condition selects nothing.
@@ -122,31 +119,31 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
     """Choose and lease the shards of an epoch, and count them as used."""
     split, view, reservations = request.split, request.view, cache.reservations
     count_samples(cache, split, view)  # reads new shards, which the transaction below must not
-    with reservations.leases.locked():
+    ranking = reservations.rank(lambda room: request.turnover > 0 or room.free_bytes < 0, spare_leased=False)
+    has_worker = cache.has_worker()
+    with cache.catalogue.transaction() as tables:
         usage, leased = reservations.measure(), reservations.leases.live(clear=True)
-        has_worker = cache.has_worker()
-        with cache.catalogue.transaction() as tables:
-            fill = fill_state(tables)
-            is_filling = phase_now(fill, has_worker) == "filling"
-            cached = _CachedShards.of(tables, split, view)
-            if not len(cached.ids):
-                raise NotEnoughSamplesError(
-                    f"the cache at {cache.path} is empty{_why_empty(fill, has_worker)}"
-                )
-            policy, room = reservations.policy(tables), room_in(tables, usage)
-            excluded = _shards_to_leave(tables, request, cached, policy, room, leased, is_filling=is_filling)
-            chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
-            if view.selects and not len(chosen):
-                raise NotEnoughSamplesError(
-                    f"where= selects 0 of the {int(cached.sizes.sum())} samples in the cache at {cache.path}"
-                    f"{of_split(split)}; wait for more, or change the condition"
-                )
-            if split is not None and not len(chosen):
-                raise NotEnoughSamplesError(
-                    f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the split "
-                    f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
-                )
-            schema = _mark_used(tables, cached, chosen)
+        fill = fill_state(tables)
+        is_filling = phase_now(fill, has_worker) == "filling"
+        cached = _CachedShards.of(tables, split, view)
+        if not len(cached.ids):
+            raise NotEnoughSamplesError(f"the cache at {cache.path} is empty{_why_empty(fill, has_worker)}")
+        policy, room = reservations.policy(tables), room_in(tables, usage)
+        excluded = _shards_to_leave(
+            tables, request, cached, policy, ranking, room, leased, is_filling=is_filling
+        )
+        chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
+        if view.selects and not len(chosen):
+            raise NotEnoughSamplesError(
+                f"where= selects 0 of the {int(cached.sizes.sum())} samples in the cache at {cache.path}"
+                f"{of_split(split)}; wait for more, or change the condition"
+            )
+        if split is not None and not len(chosen):
+            raise NotEnoughSamplesError(
+                f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the split "
+                f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
+            )
+        schema = _mark_used(tables, cached, chosen)
         return _leased(cache, cached, chosen, schema)
 
 
@@ -168,17 +165,16 @@ def restore_snapshot(
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
     count_samples(cache, split, view)  # reads new shards, which the transaction below must not
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
-    with cache.reservations.leases.locked():
-        with cache.catalogue.transaction() as tables:
-            cached = _CachedShards.of(tables, split, view)
-            pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
-            chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
-            if not len(chosen):
-                raise NotEnoughSamplesError(
-                    f"none of the {len(expected)} shards of this epoch is cached in {cache.path} any more; "
-                    "begin a new epoch"
-                )
-            schema = _mark_used(tables, cached, chosen)
+    with cache.catalogue.transaction() as tables:
+        cached = _CachedShards.of(tables, split, view)
+        pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
+        chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
+        if not len(chosen):
+            raise NotEnoughSamplesError(
+                f"none of the {len(expected)} shards of this epoch is cached in {cache.path} any more; "
+                "begin a new epoch"
+            )
+        schema = _mark_used(tables, cached, chosen)
         snapshot, lease = _leased(cache, cached, chosen, schema)
     return snapshot, lease, np.setdiff1d(shard_ids, cached.ids[chosen]).tolist()
 
@@ -189,14 +185,14 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
     """
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, cached.with_those_passed_over(chosen)))
-    merged = reduce(Schema.merge, tables.schemas(set(cached.schema_ids[chosen].tolist())))
-    # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
-    schema = merged.with_dtypes((tables.schema or merged).dtypes)
-    return cached.view.fields_of(schema)
+    assert tables.schema is not None
+    # The shapes of these shards, and the dtypes of the cache: an epoch would have floats, and the next one, of
+    # other shards, integers.
+    return cached.view.fields_of(tables.schema.with_shapes(tables.shapes(ranges_of(cached.ids, chosen))))
 
 
 def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
-    """Lease the `chosen` shards. Requires the lock of the leases."""
+    """Lease the `chosen` shards. Requires the catalogue's write lock."""
     lease = cache.reservations.leases.create(ranges_of(cached.ids, chosen))
     ids, counts = cached.ids[chosen], cached.counts[chosen]
     sizes = None if cached.counts is cached.sizes else cached.sizes[chosen]
@@ -212,6 +208,7 @@ def _shards_to_leave(
     request: SnapshotRequest,
     cached: _CachedShards,
     policy: EvictionPolicy,
+    ranking: list[int],
     room: Room,
     leased: LeasedShards,
     *,
@@ -230,13 +227,13 @@ def _shards_to_leave(
     previous epoch left out. Those come first, so their bytes are added to the share.
     """
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
-    limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
+    limit_bytes = tables.settings.size_limit if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
     is_trained_on = request.split is None or not request.split.held_out
     turns_over = request.turnover and is_trained_on and policy != "none" and is_filling
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
-    ids, sizes, uses = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
+    ids, sizes, uses = _in_order_of_eviction(tables, "lru" if policy == "none" else policy, ranking)
     counts = cached.counts[np.searchsorted(cached.ids, ids)]
     is_free = leased.holders(ids) == 0
     order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
@@ -247,21 +244,20 @@ def _shards_to_leave(
         is_whole = request.epoch_size is None or request.epoch_size >= int(counts.sum())
         if share_bytes and _note_waits(tables) and is_whole:
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
-            share_bytes = add_what_was_left(share_bytes, left_bytes, sum(tables.reserved_bytes()))
+            share_bytes = add_what_was_left(share_bytes, left_bytes, tables.bytes_in(RESERVED, DOOMED))
     kept_samples = int(cached.counts.sum() - counts.sum())
     leave_bytes = surplus_bytes + share_bytes
     return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples, kept_samples)
 
 
-def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:
+def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy, ranking: list[int]) -> list[IntArray]:
     """The ids, bytes and uses of the shards that may be evicted, int64 `[n]` each."""
-    kept = tables.held_out_shards()
+    columns = tables.shard_columns("id", "size_bytes", "uses", policy="fifo" if callable(policy) else policy)
     if callable(policy):
-        rows = chosen_by(policy, [row for row in tables.shards() if row.id not in kept])
-        values = [(row.id, row.size_bytes, row.uses) for row in rows]
-        return list(np.array(values, np.int64).reshape(-1, 3).T)
-    columns = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
-    goes = ~np.isin(columns[0], list(kept))
+        place = {shard_id: index for index, shard_id in enumerate(columns[0].tolist())}
+        order = np.array([place[shard_id] for shard_id in ranking if shard_id in place], np.int64)
+        return [column[order] for column in columns]
+    goes = ~np.isin(columns[0], list(tables.held_out_shards()))
     return [column[goes] for column in columns]
 
 
@@ -277,7 +273,7 @@ def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: 
     if row is None:
         return 0
     lost = len(tables.passes()) > 1 or int(tables.meta("evicted_shards", 0)) > row.evicted_before
-    filling = PassProgress(tables.positions_done(row), row.length, tables.totals()[2], lost)
+    filling = PassProgress(row.positions_done, row.length, tables.totals()[2], lost)
     return bytes_to_leave(room, turnover, filling, largest_bytes)
 
 
@@ -288,9 +284,9 @@ def count_held_out(cache: Cache, split: Split) -> None:
     """Count the held-out samples of shards made before the cache held any out, by reading them once."""
     choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
     with cache.catalogue.reading() as tables:
-        uncounted = tables.uncounted_shards()
+        rows = tables.execute("SELECT id FROM live WHERE held_out IS NULL").fetchall()
     counts: dict[int, int] = {}
-    for shard_id in uncounted:
+    for (shard_id,) in rows:
         try:
             shard = MappedShard(shard_path(cache.path, shard_id))
             counts[shard_id] = len(Split("held-out", split.holdout).rows(shard.key_hashes()))
@@ -298,8 +294,8 @@ def count_held_out(cache: Cache, split: Split) -> None:
             cache.quarantine(shard_id, str(error))
     if counts:
         with cache.catalogue.transaction() as tables:
-            for shard_id, count in counts.items():
-                tables.insert_split(shard_id, count)
+            statement = "UPDATE shards SET held_out = ? WHERE id = ? AND held_out IS NULL"
+            tables.executemany(statement, [(count, shard_id) for shard_id, count in counts.items()])
 
 
 def count_samples(cache: Cache, split: Split | None, view: View = ALL) -> int:
@@ -323,11 +319,12 @@ def weigh_shards(cache: Cache, weights: Mapping[int, float]) -> None:
     if cache.eviction != "least-weight":
         return
     with cache.catalogue.reading() as tables:
-        known = tables.weights()
+        known = dict(tables.execute("SELECT id, weight FROM live").fetchall())
     changed = {shard_id: weight for shard_id, weight in weights.items() if known.get(shard_id) != weight}
     if changed:  # otherwise no commit: it would keep the snapshot from being reused
         with cache.catalogue.transaction() as tables:
-            tables.weigh(changed)
+            pairs = [(weight, shard_id) for shard_id, weight in changed.items()]
+            tables.executemany("UPDATE shards SET weight = ? WHERE id = ?", pairs)
 
 
 def of_split(split: Split | None) -> str:

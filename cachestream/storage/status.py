@@ -20,6 +20,7 @@ from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import count_samples, of_split
+from cachestream.storage.tables import DOOMED, LIVE, RESERVED, STRAY
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 from cachestream.storage.view import ALL, View
 
@@ -306,26 +307,28 @@ def wait_for_samples(
     least = wanted if least is None else least
     warn_s, waited_s, polled_s, used_s = _WARN_AFTER_S, 0.0, time.monotonic(), time.thread_time()
     while True:
+        deadline_s = polled_s + max(_LONGEST_POLL_S, timeout_s - waited_s)
         try:
-            if (have := count_samples(cache, split, view)) >= wanted:
-                return have
-            state, fill = read_filling(cache)
-            ended = state in ("complete", "full", "failed")
-            if ended or waited_s >= timeout_s:
-                # The last samples may have come between the count and the state.
-                if (have := count_samples(cache, split, view)) >= least:
+            with cache.catalogue.patient_until(deadline_s):
+                if (have := count_samples(cache, split, view)) >= wanted:
                     return have
-                of = of_split(split)
-                if view.selects:
-                    of += f" that where= selects (of {cache.num_samples} in all)"
-                why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
-                reason = _describe_shortage(cache, fill, have, state, why, ended=ended)
-                raise NotEnoughSamplesError(
-                    f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
-                )
-            if waited_s > warn_s:
-                is_known = _warn_of_shortage(cache, fill, have, wanted)
-                warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
+                state, fill = read_filling(cache)
+                ended = state in ("complete", "full", "failed")
+                if ended or waited_s >= timeout_s:
+                    # The last samples may have come between the count and the state.
+                    if (have := count_samples(cache, split, view)) >= least:
+                        return have
+                    of = of_split(split)
+                    if view.selects:
+                        of += f" that where= selects (of {cache.num_samples} in all)"
+                    why = f"its filling is '{state}'" if ended else f"after {timeout_s:g} s it is '{state}'"
+                    reason = _describe_shortage(cache, fill, have, state, why, ended=ended)
+                    raise NotEnoughSamplesError(
+                        f"{cache.path} holds {have} samples{of}, {least} are needed, and {reason}"
+                    )
+                if waited_s > warn_s:
+                    is_known = _warn_of_shortage(cache, fill, have, wanted)
+                    warn_s = math.inf if is_known else waited_s + _WARN_RETRY_S
         except (CatalogueDamagedError, DiskFailedError):
             # A worker that runs rebuilds the catalogue, or waits for the disk.
             if waited_s >= timeout_s or not cache.catalogue.may_be_mended():
@@ -376,7 +379,7 @@ def occupied_bytes(cache: Cache) -> int:
     """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
     directory = cache.directory
     with cache.catalogue.reading() as tables:
-        shard_bytes, reserved = tables.totals()[2], [row.id for row in tables.reservations()]
+        shard_bytes, reserved = tables.bytes_in(LIVE, STRAY), [row.id for row in tables.unfinished()]
     unfinished_bytes = sum(
         size_of_file(directory.temporary_shard(key)) + size_of_file(shard_path(directory.root, key))
         for key in reserved
@@ -388,10 +391,10 @@ def read_status(cache: Cache) -> CacheStatus:
     """The complete status of a cache."""
     directory, leased = cache.directory, cache.reservations.leases.live()
     with cache.catalogue.reading() as tables:
-        fill, meta = fill_state(tables), tables.all_meta()
+        fill, meta, settings = fill_state(tables), tables.all_meta(), tables.settings
         policy = cache.reservations.policy(tables)
         leased_bytes = tables.bytes_within(leased.merged())
-        reserved_bytes = sum(tables.reserved_bytes())
+        reserved_bytes = tables.bytes_in(RESERVED, DOOMED)
         held_out_samples = tables.held_out()[0]
         outdated = tables.samples_of_others(fill.transform or "")
     state, schema = phase_now(fill, has_worker(directory)), fill.schema
@@ -400,7 +403,7 @@ def read_status(cache: Cache) -> CacheStatus:
     length = None if is_listing or current is None else current.length
     return CacheStatus(
         path=directory.root,
-        cache_id=meta["cache_id"],
+        cache_id=settings.cache_id,
         size_bytes=occupied_bytes(cache),
         size_limit=fill.size_limit,
         min_free=fill.min_free,
@@ -432,7 +435,7 @@ def read_status(cache: Cache) -> CacheStatus:
         worker=_worker_status(directory),
         disk_message=shortage_of_disk(directory, fill.min_free),
         remote_message=silence_of_remote(directory),
-        holdout=meta.get("holdout"),
+        holdout=settings.holdout,
         held_out_samples=held_out_samples,
         loaders=tuple(read_loaders(directory)),
         outdated_samples=outdated,

@@ -34,22 +34,23 @@ from cachestream.sources.base import DivisibleSource, Source, as_incremental, ha
 from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import lock_file
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Publisher
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
 from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
 from cachestream.training.manifests import load_manifest
 from cachestream.transport import metering
+from cachestream.worker.cached_units import Coverage
 from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
-from cachestream.worker.sampling.cached_units import Coverage
 from cachestream.worker.sampling.encode import Table
 from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher
 from cachestream.worker.sampling.packer import MIXED, Packer, counted, majority
 from cachestream.worker.sampling.transformer import Transformer, to_records
-from cachestream.worker.sampling.unit_reader import FetchMeter, Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
+from cachestream.worker.units import Unit, UnitRead
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -222,15 +223,15 @@ class _Restorer:
         if plan not in self._passes:
             enter = self._cache.filling.enter_earlier_pass
             self._passes[plan] = enter(self._fingerprint, plan, fill["length"])
-        spans = spans_of(fill["spans"])
-        progress = UnitProgress(self._passes[plan])
-        shard_ids = self._publisher.publish([made], spans, progress, spare_unused=False)
-        if shard_ids is None:
+        shard_id = self._publisher.publish(
+            made, self._passes[plan], spans_of(fill["spans"]), spare_unused=False
+        )
+        if shard_id is None:
             shortage = self._cache.reservations.shortage(made.data_bytes)
             raise CacheFullError(
                 f"no space in {self._cache.path} for another shard that the epochs need: {shortage}"
             )
-        self._hold(shard_ids)
+        self._hold([shard_id])
 
     def _hold(self, shard_ids: list[int]) -> None:
         self._ids = sorted([*self._ids, *shard_ids])
@@ -355,9 +356,9 @@ class _Maker:
         reader = UnitReader(self._source_of(plan), self._meter, threading.Event(), hang_timeout_s=math.inf)
         reader.plan = plan
         # A part of a unit is a unit of which the rest is cached.
-        parts = [Unit(0, unit, 0, first, ((stop, END),)) for unit, first, stop in self.parts_of(content)]
+        parts = [Unit(0, unit, first, ((stop, END),)) for unit, first, stop in self.parts_of(content)]
         threads = min(self._concurrency, len(parts))
-        fetcher = Fetcher(reader.read, threads, BUFFER_BYTES, self._meter.beat)
+        fetcher = Fetcher(reader.read, threads, BUFFER_BYTES, self._meter.beat, math.inf)
         try:
             fetcher.submit(list(map(UnitRead, parts)))
             while len(fetcher):

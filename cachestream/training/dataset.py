@@ -21,8 +21,8 @@ from cachestream.errors import EpochError
 from cachestream.repr_html import table
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.batches.collate import SampleBatch, rows_of, to_container
-from cachestream.training.batches.gather import Columns, Gatherer
+from cachestream.training.batches.collate import SampleBatch, rows_of
+from cachestream.training.batches.gather import Columns, Gatherer, to_container
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.memory import BufferPool
 from cachestream.training.batches.readahead import ReadTogether

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from cachestream.storage.view import View
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Replay
+    from cachestream.training.position import Position
     from cachestream.training.ranks import Payload, Ranks
-    from cachestream.training.segment import Request
+    from cachestream.training.threads import Flag
 
 
 logger = logging.getLogger("cachestream")
@@ -107,10 +108,10 @@ class EpochSnapshots:
         self,
         ranks: Ranks,
         name: str,
-        request: Request,
+        position: Position,
         epoch_size: int | None,
         opened_enough: Callable[[], bool],
-        cancelled: Callable[[], bool],
+        cancelled: Flag,
     ) -> EpochSnapshot:
         """The snapshot of this rank's group in round `name`, leased by this process, with shards mapped until
         `opened_enough()`.
@@ -120,7 +121,7 @@ class EpochSnapshots:
         """
         with ExitStack() as undo:
             if ranks.leads:
-                taken = self._take(request, epoch_size, ranks.group, opened_enough, cancelled)
+                taken = self._take(position, epoch_size, ranks.group, opened_enough, cancelled)
                 undo.callback(taken.lease.release)
                 ranks.share(name, taken.to_payload())
             else:
@@ -153,16 +154,16 @@ class EpochSnapshots:
 
     def _take(
         self,
-        request: Request,
+        position: Position,
         epoch_size: int | None,
         group: Sequence[int],
         opened_enough: Callable[[], bool],
-        cancelled: Callable[[], bool],
+        cancelled: Flag,
     ) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
         for _ in range(_ATTEMPTS):
             with ExitStack() as undo:
-                taken = self._take_once(request, epoch_size, group)
+                taken = self._take_once(position, epoch_size, group)
                 undo.callback(taken.lease.release)
                 damaged = _open(taken.maps, opened_enough, cancelled)
                 if taken.record is None:
@@ -172,8 +173,8 @@ class EpochSnapshots:
                     undo.pop_all()
                     return taken
                 try:
-                    for position, error in damaged:
-                        self._cache.quarantine(int(taken.snapshot.shard_ids[position]), str(error))
+                    for place, error in damaged:
+                        self._cache.quarantine(int(taken.snapshot.shard_ids[place]), str(error))
                 except (
                     CacheError
                 ):  # the catalogue cannot be read now: the damaged shards are skipped as they come
@@ -184,12 +185,12 @@ class EpochSnapshots:
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, request: Request, epoch_size: int | None, group: Sequence[int]) -> EpochSnapshot:
+    def _take_once(self, position: Position, epoch_size: int | None, group: Sequence[int]) -> EpochSnapshot:
         """Take a snapshot of the shards of a recorded epoch, of those of an interrupted one, or a new one."""
         options = self._options
-        record = (request.records or {}).get(self._cache.cache_id)
+        record = (position.records or {}).get(self._cache.cache_id)
         if options.replay is not None:
-            return self._take_recorded(options.replay, record, request, group)
+            return self._take_recorded(options.replay, record, position, group)
         if record is not None:
             # Without any of its shards, the rest of the epoch is drawn from the cached ones.
             with suppress(NotEnoughSamplesError):
@@ -205,21 +206,21 @@ class EpochSnapshots:
         return EpochSnapshot(snapshot, lease, maps)
 
     def _take_recorded(
-        self, replay: Replay, record: OrderRecord | None, request: Request, group: Sequence[int]
+        self, replay: Replay, record: OrderRecord | None, position: Position, group: Sequence[int]
     ) -> EpochSnapshot:
         """Take all shards of a recorded epoch, or of `record`, the rest of one; raises EpochError."""
         leader = group[0]
-        record = record or replay.segment(self._cache, request.epoch, request.index, leader)
+        record = record or replay.segment(self._cache, position.epoch, position.index, leader)
         taken, gone = self._restore(record)
         evicted = sum(shard_id >= 0 for shard_id in gone)
         if evicted:
             taken.lease.release()
             raise EpochError(
-                f"{self._cache.path}: {evicted} shards of epoch {request.epoch} were just evicted; bring them back "
+                f"{self._cache.path}: {evicted} shards of epoch {position.epoch} were just evicted; bring them back "
                 "with 'cachestream refetch', with no worker running"
             )
         batch_size = self._options.batch_size
-        later = replay.batches_after(request.epoch, request.index, leader, batch_size, len(group))
+        later = replay.batches_after(position.epoch, position.index, leader, batch_size, len(group))
         return replace(taken, record=record, later_batches=later)
 
     def _restore(self, record: OrderRecord) -> tuple[EpochSnapshot, tuple[int, ...]]:
@@ -235,13 +236,13 @@ class EpochSnapshots:
 
 
 def _open(
-    maps: EpochMaps, opened_enough: Callable[[], bool], cancelled: Callable[[], bool]
+    maps: EpochMaps, opened_enough: Callable[[], bool], cancelled: Flag
 ) -> list[tuple[int, CorruptShardError]]:
     """Map and verify shards until `opened_enough()`; return the damaged ones. Raises Cancelled."""
     damaged: list[tuple[int, CorruptShardError]] = []
     missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
     for start in range(0, len(missing), _SLICE):
-        if cancelled():
+        if cancelled.is_set:
             raise Cancelled
         damaged += maps.open(missing[start : start + _SLICE], ahead=True)
         if opened_enough():

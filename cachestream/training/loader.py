@@ -15,7 +15,9 @@ from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
 from cachestream.storage.view import make_view
-from cachestream.training.epochs import EpochIteration, EpochSequence
+from cachestream.training.background import Background
+from cachestream.training.batches.transfer import make_transfer
+from cachestream.training.epoch import Batches, Epochs
 from cachestream.training.loader_options import (
     LoaderOptions,
     check_objects,
@@ -25,8 +27,7 @@ from cachestream.training.loader_options import (
 )
 from cachestream.training.manifests import Recorder
 from cachestream.training.mixture import Mixture
-from cachestream.training.pipeline import Pipeline
-from cachestream.training.segment import Request
+from cachestream.training.position import Position
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,9 +62,9 @@ class EpochLoader:
         device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda",
             "xpu", "mps"; with pinned buffers and a stream of its own, where it has them). Other ones than
             CUDA need torch 2.8.
-        sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`. In a
-            single process, functions and samplers of your own run in the trainer's thread, once an epoch, with
-            the global generators seeded and restored; torch's own run in the background.
+        sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
+            Functions and samplers of your own run in the trainer's thread, once an epoch, with the global
+            generators seeded and restored; torch's own run in the background.
         batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up
             to two threads at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch,
             rank): the same draws in every run and after a resume, and none from the trainer's own generators.
@@ -162,16 +163,16 @@ class EpochLoader:
         self.batch_size = options.batch_size
         folder = None if record is None else parse_path(record, "record")
         self._recorder = None if folder is None else Recorder(folder, options.to_record())
-        self._pipeline = Pipeline(cache, options, prefetch, device, batch_transform)
-        # The threads hold the pipeline and not the loader, so a loader without references ends them.
-        weakref.finalize(self, self._pipeline.stop, join=False).atexit = False
-        self._epochs = EpochSequence(self._pipeline, self._recorder, options, cache.directory)
+        transfer = make_transfer(device, prefetch + 2)
+        self._background = Background(cache, options, prefetch, transfer, batch_transform)
+        weakref.finalize(self, self._background.stop, join=False).atexit = False
+        self._epochs = Epochs(self._background, self._recorder, options)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; one that was left early ends. An epoch of which no batch was taken begins
         again, because frameworks call `iter()` to test for iterability.
         """
-        return _Batches(self, self._epochs.begin())
+        return Batches(self, self._epochs, self._epochs.begin())
 
     # --- epochs
 
@@ -263,12 +264,12 @@ class EpochLoader:
 
         Samples of shards evicted since are skipped, with a warning. Raises ConfigError for an invalid state.
         """
-        request, weights = Request.from_state(state), self._options.weights
-        for record in (request.records or {}).values():
+        position, weights = Position.from_state(state), self._options.weights
+        for record in (position.records or {}).values():
             record.check_selection(self._options.split, selects=self._options.view.selects)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
-        self._epochs.resume_from(request)
+        self._epochs.resume_from(position)
 
     # --- the end
 
@@ -285,7 +286,7 @@ class EpochLoader:
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            self._pipeline.stop()
+            self._background.stop()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -314,15 +315,3 @@ class EpochLoader:
             "cache": self.cache.path,
         }
         return table("EpochLoader", rows) + self.stats._repr_html_()
-
-
-class _Batches(Iterator[Any]):
-    """One iteration of a loader."""
-
-    def __init__(self, loader: EpochLoader, iteration: EpochIteration) -> None:
-        self._loader = loader  # a reference: the threads end with the loader
-        self._iteration = iteration
-        iteration.iterator = weakref.ref(self)
-
-    def __next__(self) -> Any:
-        return self._iteration.next()

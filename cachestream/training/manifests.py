@@ -30,7 +30,7 @@ from cachestream.training.plan import OrderRecord, count_batches, rebuild
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
-    from cachestream.training.segment import Segment
+    from cachestream.training.position import Segment
 
 _FORMAT: Final = "cachestream epoch"
 _VERSION: Final = 1
@@ -240,20 +240,20 @@ class Recorder:
             )
 
     def _write(self, segment: Segment, lease: Lease, leader: int, world_size: int) -> None:
-        request, plan, snapshot = segment.request, segment.plan, segment.snapshot
+        position, plan, snapshot = segment.position, segment.plan, segment.snapshot
         try:
             contents = self._contents.read(snapshot.root, snapshot.shard_ids.tolist())
         finally:
             lease.release()
-        path = os.path.join(self._folder, manifest_name(request.epoch, leader))
+        path = os.path.join(self._folder, manifest_name(position.epoch, leader))
         settings = self._settings | {"world_size": world_size, "cache_id": snapshot.cache_id}
-        manifest = EpochManifest(request.epoch, settings, (), ())
-        if request.done:
+        manifest = EpochManifest(position.epoch, settings, (), ())
+        if position.done:
             with suppress(CacheStreamError):  # there is none where the epoch began elsewhere
                 manifest = load_manifest(path)
         recorded = RecordedSegment(
-            request.index,
-            request.done,
+            position.index,
+            position.done,
             plan.num_batches,
             plan.position(plan.num_batches),
             plan.batch_size,

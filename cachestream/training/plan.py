@@ -22,6 +22,7 @@ are runs of the order.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
@@ -224,6 +225,38 @@ class Plan:
         return starts, starts + shares + (rank < extra)
 
 
+class Listed:
+    """Sample numbers that no rule gives, `values` int64 `[n]`, and their text in states, which is made once: a
+    state in mid-epoch refers to it and to a position.
+    """
+
+    __slots__ = ("_text", "values")
+
+    def __init__(self, values: IntArray, text: str = "") -> None:
+        self.values = values
+        self._text = text
+
+    @property
+    def text(self) -> str:
+        """The bytes of a number, and the numbers in as many bytes as the largest takes, in base64."""
+        if not self._text:
+            width = max(1, -(-int(self.values.max(initial=0)).bit_length() // 8))
+            packed = self.values.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
+            self._text = f"{width}:{base64.b64encode(packed).decode()}"
+        return self._text
+
+    @classmethod
+    def from_state(cls, state: str | list[int]) -> Listed:
+        """The numbers of a text; of a list in states and manifests of earlier versions."""
+        if isinstance(state, list):
+            return cls(np.array(state, np.int64))
+        width, _, packed = state.partition(":")
+        taken = np.frombuffer(base64.b64decode(packed, validate=True), np.uint8).reshape(-1, int(width))
+        values = np.zeros((len(taken), 8), np.uint8)
+        values[:, : int(width)] = taken
+        return cls(values.reshape(-1).view("<i8").astype(np.int64), state)
+
+
 @dataclass(frozen=True, slots=True)
 class OrderCut:
     """The order in range(`position`, `stop`) (None: up to its end), without the shards `gone`."""
@@ -250,7 +283,7 @@ class OrderRecord:
     kind: OrderKind
     drawn: int
     key: int = 0
-    listed: IntArray | None = None
+    listed: Listed | None = None
     bounds: IntArray | None = None
     cuts: tuple[OrderCut, ...] = ()
     local: tuple[int, int] | None = None
@@ -299,7 +332,9 @@ class OrderRecord:
             "key": self.key,
             "cuts": [cut.to_state() for cut in self.cuts],
         }
-        for name in ("listed", "bounds", "split", "selected", "local"):
+        if self.listed is not None:
+            state["listed"] = self.listed.text
+        for name in ("bounds", "split", "selected", "local"):
             if (value := getattr(self, name)) is not None:
                 state[name] = value.tolist() if isinstance(value, np.ndarray) else value
         return state
@@ -316,7 +351,7 @@ class OrderRecord:
             kind=state["kind"],
             drawn=int(state["drawn"]),
             key=int(state["key"]),
-            listed=_integers(state.get("listed")),
+            listed=None if state.get("listed") is None else Listed.from_state(state["listed"]),
             bounds=_integers(state.get("bounds")),
             cuts=tuple(OrderCut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
             local=_window_and_run(state.get("local")),
@@ -380,7 +415,7 @@ def _starts(counts: IntArray) -> IntArray:
 def _drawn_order(record: OrderRecord) -> SampleOrder:
     num_samples = int(record.counts.sum())
     if record.listed is not None:
-        return ListedOrder(record.listed)
+        return ListedOrder(record.listed.values)
     if record.kind == "sequential":
         return SequentialOrder(record.drawn)
     if record.local is not None:

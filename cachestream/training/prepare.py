@@ -1,17 +1,21 @@
-"""The preparation of segments: the wait for samples at cold start, then a snapshot that all ranks agree on,
-its maps, its order and its plan.
+"""The preparation of segments, in one thread: the wait for samples at cold start, then a snapshot that all
+ranks agree on, its maps, its order and its plan.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
-import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import xxhash
 
 from cachestream import tracing
@@ -25,66 +29,149 @@ from cachestream.errors import (
     SchemaMismatchError,
 )
 from cachestream.permutation import mix_key
-from cachestream.storage.snapshots import sample_counts, weigh_shards
+from cachestream.storage.snapshots import sample_counts
 from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_skipped
 from cachestream.storage.view import row_hashes
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.draw import DrawContext, make_draw
 from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
-from cachestream.training.plan import OrderRecord, Plan, count_batches, rebuild, run_length, translate
-from cachestream.training.ranks import pack_numbers, unpack_numbers
+from cachestream.training.plan import OrderRecord, Plan, count_batches, rebuild, translate
+from cachestream.training.position import Position, Segment
+from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.rendezvous import Cancelled
-from cachestream.training.samplers import (
-    Selection,
-    evaluate,
-    join_selections,
-    may_draw_globally,
-    seeded_globally,
-)
-from cachestream.training.segment import Segment
-from cachestream.training.token_batches import token_batches
-from cachestream.training.weights import draw
+from cachestream.training.threads import Flag
 
 if TYPE_CHECKING:
-    from cachestream.schema import IntArray, Snapshot
+    from cachestream.schema import IntArray
     from cachestream.storage.cache import Cache
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.ranks import Payload, Ranks
     from cachestream.training.rendezvous import ProcessGroup
-    from cachestream.training.samplers import SamplerLike
-    from cachestream.training.segment import Request
+    from cachestream.training.stats import Meter
+    from cachestream.training.window import Wanted, Window
 
 logger = logging.getLogger("cachestream")
 
-# Has the trainer's thread call a function, for a request, and returns its result.
-InTrainer = Callable[["Request", Callable[[], "Selection"]], "Selection"]
+_POLL_S: Final = 0.25  # between two looks at other ranks' requests and the trainer's pace
+_CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
+_URGENT_OPEN_S: Final = 0.1  # opening shards ahead while the trainer waits
+_AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
+_OPEN_AT_ONCE: Final = 16
+_PACE_STEPS: Final = 8
+
+# At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a
+# wait for a lock that this rank holds, if LOCK_TIMEOUT_S of the catalogue is below the other half.
+_RANKS_DEADLINE_S: Final = 60.0
+
+_instances = itertools.count()
+
+
+class Pace:
+    """The mean time that the trainer takes for a batch, between the last few looks at which it had taken some.
+
+    So a pause, as of a first step that compiles, is forgotten soon.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS)
+
+    def note(self, now_s: float, batches: int) -> None:
+        """Note that the trainer has taken `batches` in all by `now_s`."""
+        if not self._marks or self._marks[-1][1] != batches:
+            self._marks.append((now_s, batches))
+
+    @property
+    def step_s(self) -> float | None:
+        """The seconds for a batch; None before it is known."""
+        if len(self._marks) < 2:
+            return None
+        (began_s, first), (ended_s, last) = self._marks[0], self._marks[-1]
+        return (ended_s - began_s) / (last - first)
 
 
 class Preparer:
-    """The preparation of a loader's segments, one after the other, in one background thread.
+    """The preparation of a loader's segments, one after the other, in the thread that calls `run`.
 
     A segment takes up to three rounds between the ranks: the snapshot and the plan are settled in one, and
     before it the updates of weights or the lists of samplers, and the drawn order, may be exchanged.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        options: LoaderOptions,
-        find: Callable[[ProcessGroup | None], Ranks],
-        closed: threading.Event,
-        in_trainer: InTrainer,
-    ) -> None:
+    def __init__(self, cache: Cache, options: LoaderOptions, window: Window, meter: Meter) -> None:
+        self.instance = next(_instances)
+        self.last_s = 0.0
         self._cache = cache
-        self._in_trainer = in_trainer
         self._options = options
-        self._find = find
+        self._window = window
+        self._meter = meter
+        self._draw = make_draw(options)
+        self._closed = Flag()
         self._found: Ranks | None = None
         # The job of this rank, and the generation at which the rank joined it.
         self._wanted: tuple[ProcessGroup | None, int] = (None, 0)
         self._joined: tuple[ProcessGroup | None, int] = self._wanted
-        self._closed = closed
         self._snapshots = EpochSnapshots(cache, options)
-        self.last_s = 0.0
+
+    # --- the thread
+
+    def run(self) -> None:
+        """Prepare what is wanted when it is due, until the window is closed."""
+        window, pace, checked_s, pause_s = self._window, Pace(), 0.0, _POLL_S
+        while True:
+            now_s = time.monotonic()
+            if now_s - checked_s >= _CHECK_FILLING_S:
+                checked_s = now_s
+                with suppress(CacheStreamError):
+                    warn_of_loss(self._cache)  # all further epochs would have the same samples
+            pace.note(now_s, self._meter.counts.batches)
+            asked = window.wait_due(2 * self.last_s, pace.step_s, pause_s)
+            if asked is None:
+                self.finish()
+                self._snapshots.maps = None
+                self._meter.close()
+                return
+            pause_s = _POLL_S
+            wanted, due = asked
+            try:
+                if due or (window.may_prepare_early() and self._is_requested(wanted)):
+                    self._add(wanted)
+                elif not self._open_some():
+                    continue
+                pause_s = 0.0  # there may be more to open
+            except Cancelled:
+                self.finish()
+            except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
+                # The frames would keep the lease and maps of the failed segment as long as the error lives.
+                traceback.clear_frames(error.__traceback__)
+                window.fail(wanted, error)
+                # Afterwards: a rank that was stopped may have locked the catalogue, and the error names it.
+                self.finish()
+
+    def stop(self) -> None:
+        """End the wait for ranks that have not met yet; that for an epoch ends with the window."""
+        self._closed.set()
+
+    def _add(self, wanted: Wanted) -> None:
+        window, added = self._window, False
+        with tracing.span("prepare", epoch=wanted.position.epoch):
+            segment = self.prepare(wanted)
+        try:
+            added = window.add(wanted, segment)
+        finally:
+            if not added:
+                segment.close()
+
+    def _open_some(self) -> bool:
+        """Open a few more shards before the window reaches them; True if more are left."""
+        reader = self._window.unopened()
+        if reader is None:
+            return False
+        maps = reader.segment.maps
+        room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
+        missing = np.flatnonzero(~maps.mapped)[:room]
+        # Damaged shards are handled when the window reaches them.
+        return bool(len(missing)) and not maps.open(missing, ahead=True)
+
+    # --- the ranks
 
     @property
     def ranks(self) -> Ranks:
@@ -102,15 +189,22 @@ class Preparer:
             self.finish()
             self._found, self._joined = None, wanted
         if self._found is None:
-            self._found = self._find(self._joined[0])
+            options, cache_id = self._options, self._cache.cache_id
+            timeout_s = options.timeout_s
+            deadlines = Deadlines(0.9 * timeout_s, min(_RANKS_DEADLINE_S, 0.5 * timeout_s))
+            common = options.to_compare()
+            self._found = find_ranks(
+                self.instance, common, cache_id, deadlines, self._closed, self._joined[0]
+            )
         return self._found
 
-    def _rounds(self, request: Request) -> tuple[str, str, str]:
-        """The names of the rounds for `request`: the last one, and before it those for lists and the order.
+    def _rounds(self, wanted: Wanted) -> tuple[str, str, str]:
+        """The names of the rounds for `wanted`: the last one, and before it those for lists and the order.
 
         Ranks may have joined at different generations, so rounds are named by the generations since then.
         """
-        name = f"{request.generation - self._joined[1]}.{request.epoch}.{request.index}"
+        position = wanted.position
+        name = f"{wanted.generation - self._joined[1]}.{position.epoch}.{position.index}"
         return name, f"{name}.lists", f"{name}.order"
 
     @property
@@ -118,53 +212,64 @@ class Preparer:
         """The number of ranks that were found; 0 before that."""
         return 0 if self._found is None else self._found.size
 
-    def requested(self, request: Request) -> bool:
-        """Return whether another rank waits for this one to prepare `request`."""
-        return self._found is not None and self._found.requested(self._rounds(request)[0])
+    def _is_requested(self, wanted: Wanted) -> bool:
+        """Return whether another rank waits for this one to prepare `wanted`."""
+        return self._found is not None and self._found.requested(self._rounds(wanted)[0])
 
-    def prepare(
-        self, request: Request, cancelled: Callable[[], bool], budget_s: Callable[[], float]
-    ) -> Segment:
-        """Prepare the segment for `request`, in agreement with all ranks.
+    # --- a segment
 
-        Shards are opened and verified ahead until about `budget_s()` seconds have passed, which is asked
-        anew after each few shards; the others are opened when needed. Raises the same CacheStreamError on all
-        ranks, or Cancelled; `finish` is to be called then.
+    def prepare(self, wanted: Wanted) -> Segment:
+        """Prepare the segment that is `wanted`, in agreement with all ranks.
+
+        Some shards are opened and verified ahead, more where the trainer has batches to go on with; the
+        others are opened when needed. Raises the same CacheStreamError on all ranks, or Cancelled; `finish`
+        is to be called then.
         """
-        began_s = time.monotonic()
-        ranks, rounds = self._find_ranks(), self._rounds(request)
-        ranks.request(rounds[0], cancelled)
-        with self._cache.catalogue.hurried(self._can_go_on(request)), ExitStack() as undo:
+        began_s, position = time.monotonic(), wanted.position
+        ranks, rounds = self._find_ranks(), self._rounds(wanted)
+        ranks.request(rounds[0], wanted.cancelled)
+        with self._cache.catalogue.hurried(self._can_go_on(position)), ExitStack() as undo:
             try:
-                self._await_samples(request, len(ranks.group), cancelled)
+                self._await_samples(position, len(ranks.group), wanted.cancelled)
                 if ranks.leads:
                     with suppress(CacheError):
                         warn_of_skipped(self._cache)
-                taking_s, size = time.monotonic(), self._remaining(request)
+                context = DrawContext(
+                    *(self._cache, self._options, ranks, position, rounds[1:]),
+                    functools.partial(self._window.in_trainer, wanted),
+                )
                 with tracing.span("snapshot"):
                     taken = self._snapshots.take(
                         ranks,
                         rounds[0],
-                        request,
-                        size,
-                        lambda: time.monotonic() - taking_s > budget_s(),
-                        cancelled,
+                        position,
+                        context.remaining,
+                        self._opened_enough(time.monotonic()),
+                        wanted.cancelled,
                     )
                 undo.callback(taken.lease.release)
-                segment = self._make_segment(request, taken)
+                segment = self._make_segment(context, taken)
             except Cancelled:
                 raise
             except Exception as error:
                 for name in rounds:
                     ranks.report(name, error)
                 raise
-            self._agree(segment)
+            self._agree(segment, rounds[0])
             undo.pop_all()
-        if self._options.weights is not None:
-            self._options.weights.confirm()
+        self._draw.confirm()
         self._snapshots.maps = taken.maps
-        self.last_s = time.monotonic() - began_s
+        self._meter.prepare_s = self.last_s = time.monotonic() - began_s
+        self._meter.rank, self._meter.ranks = ranks.rank, ranks.size
+        self._meter.report_first()
         return segment
+
+    def _opened_enough(self, began_s: float) -> Callable[[], bool]:
+        def enough() -> bool:
+            most_s = _URGENT_OPEN_S if self._window.is_urgent() else _AHEAD_OPEN_S
+            return time.monotonic() - began_s > most_s
+
+        return enough
 
     def finish(self) -> None:
         """Release the last snapshot, and write the uses of its shards. Called by the preparing thread."""
@@ -175,44 +280,35 @@ class Preparer:
                 "%s: the last epochs were not counted as uses of its shards: %s", self._cache.path, error
             )
 
-    def check_filling(self) -> None:
-        """Warn if the supervisor was killed: all further epochs would have the same samples."""
-        with suppress(CacheStreamError):
-            warn_of_loss(self._cache)
-
-    def forget(self) -> None:
-        """Drop the maps kept for the next preparation."""
-        self._snapshots.maps = None
-
-    def _starts_cold(self, request: Request) -> bool:
+    def _starts_cold(self, position: Position) -> bool:
         """Return whether to wait for samples: no recorded shard is cached, or nothing is recorded."""
         if self._options.replay is not None:
             return False
-        record = (request.records or {}).get(self._cache.cache_id)
+        record = (position.records or {}).get(self._cache.cache_id)
         return record is None or sample_counts(self._cache.catalogue).keys().isdisjoint(
             record.shard_ids.tolist()
         )
 
-    def _can_go_on(self, request: Request) -> bool:
-        """Return whether the last snapshot does for `request` where the cache cannot be read."""
-        return self._snapshots.maps is not None and self._options.replay is None and not request.records
+    def _can_go_on(self, position: Position) -> bool:
+        """Return whether the last snapshot does for `position` where the cache cannot be read."""
+        return self._snapshots.maps is not None and self._options.replay is None and not position.records
 
-    def _await_samples(self, request: Request, num_ranks: int, cancelled: Callable[[], bool]) -> None:
+    def _await_samples(self, position: Position, num_ranks: int, cancelled: Flag) -> None:
         """Wait for samples if the epoch starts cold."""
         try:
-            if self._starts_cold(request):
+            if self._starts_cold(position):
                 self._wait_for_samples(num_ranks, cancelled)
         except (SchemaMismatchError, CacheVersionError):
             raise
         except CacheError:
-            if not self._can_go_on(request):
+            if not self._can_go_on(position):
                 raise
 
-    def _wait_for_samples(self, num_ranks: int, cancelled: Callable[[], bool]) -> None:
+    def _wait_for_samples(self, num_ranks: int, cancelled: Flag) -> None:
         """Wait until `min_samples` are cached, or a batch for each of the `num_ranks` ranks of the cache."""
 
         def pause(seconds: float) -> None:
-            if cancelled() or self._closed.wait(seconds):
+            if cancelled.wait(seconds):
                 raise Cancelled
 
         options, whole = self._options, self._options.batch_size * num_ranks
@@ -224,29 +320,20 @@ class Preparer:
 
     # --- order and plan
 
-    def _remaining(self, request: Request) -> int | None:
-        """The samples that the epoch still takes from the order of this cache's ranks; None: all."""
-        if self._options.epoch_size is None:
-            return None
-        group_size = len(self.ranks.group)
-        return max(0, (self._options.epoch_size - request.drawn) * group_size // self.ranks.size)
-
-    def _make_segment(self, request: Request, taken: EpochSnapshot) -> Segment:
-        options, ranks = self._options, self.ranks
-        dataset = EpochDataset(taken.snapshot, taken.lease, maps=taken.maps)
-        limit, rounds = self._remaining(request), self._rounds(request)[1:]
-        drawing = Drawing(self._cache, options, ranks, request, limit, rounds, self._in_trainer)
-        drawing.settle(taken.snapshot, taken.record)
-        record = taken.record or drawing.draw(dataset)
-        order, bounds = rebuild(record)
-        missing = 0
-        if request.records:
-            given = request.records.get(self._cache.cache_id) or next(iter(request.records.values()))
-            missing = rebuild(given)[0].size - (0 if taken.record is None else order.size)
-        plan, total = self._plan(request, order.size, bounds)
-        order = translate(order, record, taken.snapshot)
+    def _make_segment(self, context: DrawContext, taken: EpochSnapshot) -> Segment:
+        options, ranks, position, snapshot = self._options, self.ranks, context.position, taken.snapshot
+        dataset = EpochDataset(snapshot, taken.lease, maps=taken.maps)
+        rebuilt = None if taken.record is None else rebuild(taken.record)
+        size = snapshot.num_samples if rebuilt is None else rebuilt[0].size
+        if (limit := context.remaining) is not None:
+            size = min(size, limit)
+        self._draw.settle(context, size)  # also where a record says what was drawn here: others may draw
+        record = taken.record or self._draw.draw(context, dataset, self._record_of(context, taken, size))
+        order, bounds = rebuilt or rebuild(record)
+        plan, total = self._plan(context, order.size, bounds)
+        order = translate(order, record, snapshot)
         return Segment(
-            request,
+            position,
             dataset,
             taken.maps,
             order,
@@ -254,29 +341,38 @@ class Preparer:
             ranks.group.index(ranks.rank),
             total + taken.later_batches,
             record,
-            missing,
-            transform_key=mix_key(options.seed, request.epoch, ranks.rank),
-            sources=None if options.mixture is None else options.mixture.sources_in(order, taken.snapshot),
+            is_resumed=taken.record is not None,
+            transform_key=mix_key(options.seed, position.epoch, ranks.rank),
+            sources=self._draw.sources_in(order, snapshot),
         )
 
-    def _plan(self, request: Request, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
+    def _record_of(self, context: DrawContext, taken: EpochSnapshot, size: int) -> OrderRecord:
+        """The record of `size` samples of a snapshot in a random order."""
+        snapshot, split = taken.snapshot, self._options.split
+        return OrderRecord(
+            *(snapshot.shard_ids, snapshot.counts, "shuffled", size, context.key),
+            split=None if split is None else split.name,
+            selected=row_hashes(snapshot),
+        )
+
+    def _plan(self, context: DrawContext, size: int, bounds: IntArray | None) -> tuple[Plan, int]:
         """The plan of this rank, and the epoch's batches, before the ranks agree on the smallest number."""
-        options, group_size = self._options, len(self.ranks.group)
-        batch_size, drop_last, remaining = options.batch_size, options.drop_last, self._remaining(request)
+        options, group_size, position = self._options, len(self.ranks.group), context.position
+        batch_size, drop_last, remaining = options.batch_size, options.drop_last, context.remaining
         if bounds is not None:
             batches = (len(bounds) - 1) // group_size
-            if not batches and request.records is None and options.replay is None:
+            if not batches and position.records is None and options.replay is None:
                 raise NotEnoughSamplesError(
                     f"{self._cache.path}: each of {group_size} ranks takes a batch, and {size} samples make only "
                     f"{len(bounds) - 1}; wait for more (min_samples=), or make smaller batches"
                 )
-            return Plan(size, batch_size, group_size, batches, bounds), request.done + batches
+            return Plan(size, batch_size, group_size, batches, bounds), position.done + batches
         ends = remaining is None or size >= remaining
         if remaining is not None:
             size = min(size, remaining)
         # A pass that does not end the epoch gives whole batches only; the next one gives the other samples.
         batches = count_batches(size, batch_size, group_size, drop_last or not ends)
-        if not batches and request.records is None:
+        if not batches and position.records is None:
             if remaining is not None and remaining < batch_size * group_size:
                 raise ConfigError(
                     f"epoch_size={options.epoch_size} makes no batch of {batch_size} for each of "
@@ -289,141 +385,42 @@ class Preparer:
         rest = batches
         if remaining is not None and not ends:
             rest = count_batches(remaining, batch_size, group_size, drop_last)
-        return Plan(size, batch_size, group_size, batches), request.done + rest
+        return Plan(size, batch_size, group_size, batches), position.done + rest
 
-    def _agree(self, segment: Segment) -> None:
+    def _agree(self, segment: Segment, name: str) -> None:
         """Settle on the number of batches that every rank can give."""
-        ranks, plan, request = self.ranks, segment.plan, segment.request
+        ranks, plan, position = self.ranks, segment.plan, segment.position
         mine: Payload = {"batches": plan.num_batches, "total": segment.total}
         if segment.record.listed is not None and plan.ranks > 1:
-            mine["order"] = xxhash.xxh3_64_hexdigest(segment.record.listed.tobytes())
+            mine["order"] = xxhash.xxh3_64_hexdigest(segment.record.listed.values.tobytes())
         if ranks.leads and len(ranks.group) < ranks.size:
             mine["record"] = segment.record.to_state()
             mine["cache"], mine["ranks"] = self._cache.cache_id, len(ranks.group)
-        answers = ranks.agree(self._rounds(request)[0], mine)
+        answers = ranks.agree(name, mine)
         for rank in ranks.group:
             if answers[rank].get("order") != mine.get("order"):
                 raise RankMismatchError(
                     f"rank {rank}'s sampler gave another order than rank {ranks.rank}'s: seed it the same on all "
                     "ranks (a sampler with a `generator` attribute is seeded here), or use a DistributedSampler"
                 )
-        total = min(answer["total"] for answer in answers) if request.total is None else request.total
+        total = min(answer["total"] for answer in answers) if position.total is None else position.total
         batches = min(answer["batches"] for answer in answers)
         segment.total = total
-        segment.plan = replace(plan, num_batches=max(0, min(batches, total - request.done)))
+        segment.plan = replace(plan, num_batches=max(0, min(batches, total - position.done)))
         segment.caches = {
             answer["cache"]: (OrderRecord.from_state(answer["record"]), answer["ranks"])
             for answer in answers
             if "record" in answer
         }
-        resumed = segment.caches.keys() & (request.records or {}).keys()
-        if resumed and self._cache.cache_id not in resumed:
-            segment.missing = 0  # this cache joined after the checkpoint; other caches have its samples
+        segment.missing = self._count_missing(segment)
 
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """The drawing of the order of one segment: one list that all ranks of a cache split.
-
-    `limit`: the samples that the epoch still takes; None: all. `rounds`: the names of the rounds in which the
-    ranks exchange lists, and the order. `in_trainer` calls a sampler that may use the global generators.
-    """
-
-    cache: Cache
-    options: LoaderOptions
-    ranks: Ranks
-    request: Request
-    limit: int | None
-    rounds: tuple[str, str]
-    in_trainer: InTrainer
-
-    def settle(self, snapshot: Snapshot, record: OrderRecord | None) -> None:
-        """Exchange the weights, or agree on the mixture. With a `record`, which says what was drawn on this
-        cache, the ranks of other caches may still draw by them.
-        """
-        options, ranks, request = self.options, self.ranks, self.request
-        if options.weights is not None:
-            options.weights.exchange(ranks, self.rounds[0])
-        if options.mixture is not None:
-            size = self._at_most(snapshot.num_samples if record is None else rebuild(record)[0].size)
-            batches = count_batches(size, options.batch_size, len(ranks.group), options.drop_last)
-            first = request.first_step + request.done
-            steps = range(first, first + batches)
-            options.mixture.agree(self.cache, request.epoch, steps, ranks, self.rounds[0])
-
-    def draw(self, dataset: EpochDataset) -> OrderRecord:
-        """Draw the order of the samples of `dataset`.
-
-        Raises the sampler's errors, ConfigError for unknown samples, and those of `StoreRanks.agree`.
-        """
-        options, snapshot = self.options, dataset.snapshot
-        size = self._at_most(snapshot.num_samples)
-        record = OrderRecord(
-            *(snapshot.shard_ids, snapshot.counts, "shuffled", size, self._key),
-            split=None if options.split is None else options.split.name,
-            selected=row_hashes(snapshot),
-        )
-        if (chosen := self._select(dataset, size)) is not None:
-            listed, bounds = chosen.indices, chosen.bounds
-            return replace(record, kind="listed", drawn=len(listed), listed=listed, bounds=bounds)
-        if options.locality is not None:
-            return replace(record, kind="local", local=(options.locality, run_length(snapshot.counts)))
-        return record if options.shuffle else replace(record, kind="sequential")
-
-    @property
-    def _key(self) -> int:
-        return mix_key(self.options.seed, self.request.epoch, self.request.index)
-
-    def _at_most(self, size: int) -> int:
-        return size if self.limit is None else min(size, self.limit)
-
-    def _select(self, dataset: EpochDataset, size: int) -> Selection | None:
-        """The samples that weights, a mixture, a sampler or a token budget choose; None without these."""
-        options, ranks, ranks_here = self.options, self.ranks, len(self.ranks.group)
-        if options.weights is not None or options.mixture is not None:
-            mine = (
-                {"drawn": pack_numbers(self._draw_for_all(dataset.snapshot, size))} if ranks.leads else None
-            )
-            drawn = ranks.share(self.rounds[1], mine)["drawn"]
-            return Selection(unpack_numbers(drawn), None, shared=True)
-        if options.sampler is not None:
-            chosen = self._evaluate(options.sampler, dataset)
-            if not chosen.shared and ranks_here > 1:
-                chosen = join_selections(chosen, options.batch_size, ranks, self.rounds[0])
-            return chosen
-        if options.max_tokens is not None:
-            field, budget = next(iter(options.max_tokens.items()))
-            return token_batches(dataset, field, budget, options, size, self._key, ranks_here)
-        return None
-
-    def _evaluate(self, sampler: SamplerLike, dataset: EpochDataset) -> Selection:
-        """The samples of a sampler. A single rank's trainer calls one that may use the global generators, while
-        it draws nothing itself. Those of several ranks would wait for each other; their samplers must agree
-        anyway, which needs generators of their own.
-        """
-
-        def draw() -> Selection:
-            epoch, ranks_here = self.request.epoch, len(self.ranks.group)
-            return evaluate(sampler, dataset, epoch, self._key, self.limit, ranks_here)
-
-        def draw_seeded() -> Selection:
-            with seeded_globally(self._key):
-                return draw()
-
-        if self.ranks.size > 1 or not may_draw_globally(sampler):
-            return draw()
-        return self.in_trainer(self.request, draw_seeded)
-
-    def _draw_for_all(self, snapshot: Snapshot, size: int) -> IntArray:
-        """Draw by the weights or the mixture, for all ranks of the cache."""
-        options = self.options
-        if (weights := options.weights) is not None:
-            drawn = draw(weights.of_snapshot(snapshot), size, self._key)
-            with suppress(CacheError):  # the next epoch records them
-                weigh_shards(self.cache, weights.of_shards())
-            return drawn
-        assert options.mixture is not None
-        with suppress(CacheError):
-            self.cache.filling.record_mixture(options.mixture.shares)
-        batch = options.batch_size * len(self.ranks.group)
-        return options.mixture.draw(snapshot, batch, size, self._key)
+    def _count_missing(self, segment: Segment) -> int:
+        """The samples of a checkpoint that are not cached any more, here or by ranks that are not there."""
+        records, mine = segment.position.records or {}, self._cache.cache_id
+        present = segment.caches.keys() or {mine}
+        left = [record for cache_id, record in records.items() if cache_id not in present]
+        missing = sum(rebuild(record)[0].size for record in left)
+        if mine in records:
+            missing += rebuild(records[mine])[0].size
+            missing -= segment.order.size if segment.is_resumed else 0
+        return missing

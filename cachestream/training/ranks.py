@@ -14,11 +14,10 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +35,7 @@ from cachestream.training.rendezvous import (
     StoreConnection,
     meet_at,
 )
+from cachestream.training.threads import Flag
 
 _meetings = itertools.count()
 logger = logging.getLogger("cachestream")
@@ -72,7 +72,7 @@ class Ranks:
         """True if this rank takes the snapshot for its group."""
         return self.group[0] == self.rank
 
-    def request(self, name: str, cancelled: Callable[[], bool]) -> None:
+    def request(self, name: str, cancelled: Flag) -> None:
         """Ask all ranks to take part in round `name`; once `cancelled`, this rank's waits raise Cancelled."""
 
     def requested(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class StoreRanks(Ranks):
         rank: int,
         size: int,
         deadlines_s: Deadlines,
-        closed: threading.Event,
+        cancelled: Flag,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -118,8 +118,7 @@ class StoreRanks(Ranks):
         self._names = [f"rank {r}" for r in range(size)]
         self._old_keys: list[str] = []
         self._keys: list[str] = []
-        self._closed = closed
-        self._cancelled: Callable[[], bool] = lambda: False
+        self._cancelled = cancelled
 
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
@@ -146,7 +145,7 @@ class StoreRanks(Ranks):
         self.group = tuple(r for r, cache in enumerate(caches) if cache == cache_id)
         return caches
 
-    def request(self, name: str, cancelled: Callable[[], bool]) -> None:
+    def request(self, name: str, cancelled: Flag) -> None:
         self._cancelled = cancelled
         self._connection.call(lambda store: store.set(f"{name}/request", "1"))
 
@@ -219,7 +218,7 @@ class StoreRanks(Ranks):
                 announced = True
                 late = self._late(ranks, keys, done, waited_s)
                 logger.warning("rank %d waits, and gives up after %.3g s: %s", self.rank, deadline_s, late)
-            if self._cancelled() or self._closed.wait(pause_s):
+            if self._cancelled.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
         payloads = [json.loads(data) for data in self._connection.call(lambda store: store.multi_get(keys))]
@@ -256,6 +255,10 @@ def unpack_numbers(text: str, kind: str = "<i8") -> npt.NDArray[Any]:
     return np.frombuffer(base64.b64decode(text), kind).astype(np.dtype(kind).newbyteorder("="))
 
 
+# Whether this process is in a job, as torch says it: at each task of a loader, one call of torch and none of ours.
+is_initialized = dist.is_initialized if dist.is_available() else dist.is_available
+
+
 def find_job() -> ProcessGroup | None:
     """The `torch.distributed` job of this process; None if none is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -281,7 +284,7 @@ def find_ranks(
     settings: Mapping[str, Any],
     cache_id: str,
     deadlines_s: Deadlines,
-    closed: threading.Event,
+    closed: Flag,
     job: ProcessGroup | None,
 ) -> Ranks:
     """The ranks of `job`; a single rank if it is None.
@@ -313,7 +316,7 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
         )
     if job is None or job.size == 1:
         return None
-    began_s, never, deadlines_s = time.monotonic(), threading.Event(), Deadlines(deadline_s, deadline_s)
+    began_s, never, deadlines_s = time.monotonic(), Flag(), Deadlines(deadline_s, deadline_s)
     connection = meet_at(
         job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never
     )

@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 from cachestream.errors import RankMismatchError
 
+if TYPE_CHECKING:
+    from cachestream.training.threads import Flag
 if TYPE_CHECKING or dist.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -84,7 +86,7 @@ def _no_answer(at: str, error: Exception) -> str:
 
 
 def meet_at(
-    job: ProcessGroup, prefix: str, where: str, deadline_s: float, answer_s: float, closed: threading.Event
+    job: ProcessGroup, prefix: str, where: str, deadline_s: float, answer_s: float, closed: Flag
 ) -> StoreConnection:
     """Connect this rank of `job` to the store, under a prefix that no earlier run has used.
 

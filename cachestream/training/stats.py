@@ -5,25 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, EpochError
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.telemetry import EPOCHS_REPORTED, LoaderFile, LoaderReport, LoaderStats
 from cachestream.training.mixture import SourceCounts
+from cachestream.training.threads import Threads
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
     from cachestream.storage.layout import Directory
     from cachestream.storage.status import CacheStatus
     from cachestream.training.loader import EpochLoader
-    from cachestream.training.prepare import Preparer
-    from cachestream.training.segment import Segment
+    from cachestream.training.position import Segment
 
 _REPORT_S: Final = 0.25  # between two reports, at least
+_CLOSE_S: Final = 2.0  # for the last report to be written
 _NONE: Final = np.empty(0, np.int64)
 
 
@@ -71,7 +73,7 @@ class Reuse:
 
 
 @dataclass(slots=True)
-class _Counts:
+class Counts:
     """The batches and samples delivered so far, and the seconds of waiting for them."""
 
     samples: int = 0
@@ -80,78 +82,102 @@ class _Counts:
     wait_s: float = 0.0
 
 
-class Meter:
-    """Counters and times of the training thread, which alone uses them, and their reports to others."""
+@dataclass(slots=True)
+class _Epoch:
+    """The running epoch: its beginning, also since 1970, the counts then, and the shards that it is drawn from."""
 
-    def __init__(self, directory: Directory, preparer: Preparer) -> None:
+    number: int = 0
+    began_at_s: float = 0.0
+    began_s: float = 0.0
+    before: Counts = field(default_factory=Counts)
+    shard_ids: IntArray = field(default_factory=lambda: _NONE)
+    samples: int = 0
+
+
+class Meter:
+    """Counters and times of the training thread, which alone uses them, and their reports to others, which a
+    thread of their own writes: a disk may block, and a preparation may take long.
+
+    The trainer adds each batch to `counts` itself, and sets `last_s`, the time of the last batch or of the
+    beginning of its epoch. `prepare_s`, `rank` and `ranks` are of the last preparation.
+    """
+
+    def __init__(self, directory: Directory) -> None:
         self.clock = time.perf_counter
-        self._preparer = preparer
-        self._file = LoaderFile(directory)
-        self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
-        self._report_at_s = 0.0
-        self._number = 0  # of the running epoch
-        self._began_at_s = 0.0  # the time since 1970 at its beginning
-        self.last_s = 0.0  # the time of the last batch, or of the beginning of its epoch
-        self._began_s: float | None = None
-        self._epoch_began_s = 0.0
-        self._counts = _Counts()
-        self._before = _Counts()  # those at the beginning of the epoch
-        self._gap_s = self._pending_gap_s = 0.0
-        self._shard_ids: IntArray = _NONE  # that the epoch is drawn from
-        self._epoch_samples = 0  # in these shards
+        self.counts = Counts()
+        self.last_s = 0.0
+        self.prepare_s = 0.0
+        self.rank, self.ranks = 0, 1
         self.reuse = Reuse()
+        self._file = LoaderFile(directory)
+        self._writing = Threads("report")
+        self._report: LoaderReport | None = None  # to be written
+        self._epoch = _Epoch()
+        self._epochs: deque[tuple[int, int, float]] = deque(maxlen=EPOCHS_REPORTED)
+        self._began_s: float | None = None
+        self._gap_s = self._pending_gap_s = 0.0
+        self.report_at_s = 0.0
         self._sources = SourceCounts()
 
     def begin_epoch(self, number: int) -> None:
         """Begin epoch `number`."""
         self._note_epoch()
-        self._number, self._began_at_s = number, time.time()
-        self.last_s = self._epoch_began_s = self.clock()
+        self.last_s = self.clock()
         if self._began_s is None:
             self._began_s = self.last_s
-        self._before = replace(self._counts)
-        self._shard_ids, self._epoch_samples = _NONE, 0
+        self._epoch = _Epoch(number, time.time(), self.last_s, replace(self.counts))
 
     def enter_segment(self, segment: Segment) -> None:
         """Begin a pass of the epoch."""
         if segment.sources is not None:
-            self._sources.enter(segment.sources, segment.plan, self._counts.batches)
-        snapshot = segment.snapshot
+            self._sources.enter(segment.sources, segment.plan, self.counts.batches)
+        epoch, snapshot = self._epoch, segment.snapshot
         ids, counts = snapshot.shard_ids, snapshot.counts
-        if len(self._shard_ids):
-            new = np.isin(ids, self._shard_ids, invert=True, assume_unique=True)
-            ids, counts = np.concatenate([self._shard_ids, ids[new]]), counts[new]
-        self._shard_ids = ids
-        self._epoch_samples += int(counts.sum())
+        if len(epoch.shard_ids):
+            new = np.isin(ids, epoch.shard_ids, invert=True, assume_unique=True)
+            ids, counts = np.concatenate([epoch.shard_ids, ids[new]]), counts[new]
+        epoch.shard_ids = ids
+        epoch.samples += int(counts.sum())
 
     def add_gap(self, seconds: float) -> None:
         """Add `seconds` spent in the loader between two epochs."""
         self._pending_gap_s += seconds
 
-    def add_batch(self, samples: int, skipped: int, wait_s: float) -> None:
-        """Add a batch of `samples`, delivered after a wait of `wait_s`."""
-        counts = self._counts
-        if counts.batches == self._before.batches:
-            self._gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
-        counts.samples += samples
-        counts.skipped += skipped
-        counts.batches += 1
-        counts.wait_s += wait_s
-        self.last_s = self.clock()
-        if self.last_s >= self._report_at_s:
-            self._report_at_s = self.last_s + _REPORT_S
-            self._report()
+    def end_gap(self, wait_s: float) -> None:
+        """Note the first batch of an epoch, which came after a wait of `wait_s`."""
+        self._gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
+
+    def report(self) -> None:
+        """Have the figures so far written. Called at most every quarter of a second, once `report_at_s` is past."""
+        self.report_at_s = self.last_s + _REPORT_S
+        self._note_epoch()
+        self._report = LoaderReport(
+            **asdict(self.stats(self._epoch.number)),
+            pid=os.getpid(),
+            rank=self.rank,
+            ranks=self.ranks,
+            reported_s=time.time(),
+            epochs=tuple(self._epochs),
+        )
+        with suppress(EpochError):  # no thread can be started: the training goes on without reports
+            self._writing.submit(self._write)
+
+    def _write(self) -> None:
+        """Write the last report, if it is new."""
+        report, self._report = self._report, None
+        if report is not None:
+            self._file.write(report)
 
     def stats(self, epoch: int) -> LoaderStats:
         """The statistics of a loader in `epoch`."""
-        counts, before = self._counts, self._before
+        counts, before = self.counts, self._epoch.before
         passed_s = 0.0 if self._began_s is None else self.last_s - self._began_s
-        epoch_s, samples = self.last_s - self._epoch_began_s, counts.samples - before.samples
+        epoch_s, samples = self.last_s - self._epoch.began_s, counts.samples - before.samples
         epoch_wait_s = counts.wait_s - before.wait_s
         return LoaderStats(
             epoch=epoch,
-            epoch_samples=self._epoch_samples,
-            shards=len(self._shard_ids),
+            epoch_samples=self._epoch.samples,
+            shards=len(self._epoch.shard_ids),
             samples=counts.samples,
             batches=counts.batches,
             skipped=counts.skipped,
@@ -161,36 +187,32 @@ class Meter:
             gap_s=self._gap_s,
             samples_per_s=samples / epoch_s if samples and epoch_s > 0 else 0.0,
             reuse_factor=self.reuse.factor,
-            prepare_s=self._preparer.last_s,
+            prepare_s=self.prepare_s,
             mixture=self._sources.stats(counts.batches),
         )
 
-    def close(self) -> None:
-        """End the reports."""
-        self._file.close()
-
     def _note_epoch(self) -> None:
         """Note the samples of the running epoch so far, for the reports."""
-        if not self._epoch_samples:
+        epoch = self._epoch
+        if not epoch.samples:
             return
-        if self._epochs and self._epochs[-1][0] == self._number:
+        if self._epochs and self._epochs[-1][0] == epoch.number:
             self._epochs.pop()
-        self._epochs.append((self._number, self._epoch_samples, self._began_at_s))
+        self._epochs.append((epoch.number, epoch.samples, epoch.began_at_s))
 
-    def _report(self) -> None:
-        self._note_epoch()
-        numbers, ranks = asdict(self.stats(self._number)), self._preparer.ranks
-        epochs = tuple(self._epochs)
-        self._file.write(
-            LoaderReport(
-                **numbers,
-                pid=os.getpid(),
-                rank=ranks.rank,
-                ranks=ranks.size,
-                reported_s=time.time(),
-                epochs=epochs,
-            )
-        )
+    # --- the preparing thread
+
+    def report_first(self) -> None:
+        """Report once, so that a loader is there for others before its first batch."""
+        if self._began_s is None or not self.counts.batches:
+            self.report()
+            self.report_at_s = 0.0  # the first batch makes another one
+
+    def close(self) -> None:
+        """End the reports."""
+        self._writing.stop()
+        self._writing.join(_CLOSE_S)
+        self._file.close()
 
 
 def metrics(

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import random
-import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cachestream.config import NO_THREADS
 from cachestream.linux import is_stopped
 from cachestream.storage.progress import Suspect
 from cachestream.storage.telemetry import ENDED, STARTING, Board
-from cachestream.worker.child_process import START_DEADLINE_S, ChildProcess, ForkServer
+from cachestream.worker.child_process import START_DEADLINE_S, ChildProcess
 from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
-
-if TYPE_CHECKING:
-    from cachestream.worker.job import Job
 
 BREAKER_CRASHES: Final = 5
 BREAKER_ISOLATIONS: Final = 16  # two deaths for a bad unit: eight bad units in a row
@@ -37,9 +32,6 @@ LATER_PAUSE_S: Final = 2.0  # until the disk or the catalogue may be free
 # The weight of a death for a position that was read with others, or alone; a position with a sum of 12 is
 # quarantined. A SIGKILL may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
-
-_SAMPLER: Final = "cachestream.worker.sampling.sampler"
-_REMOTE_SAMPLER: Final = "cachestream.worker.cluster.remote_sampling"
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -200,11 +192,8 @@ def last_error(output: str) -> str:
 class SamplingProcess:
     """The sampling process in slot `index` of the board: started, watched and reaped."""
 
-    def __init__(self, job: Job, server: ForkServer, job_fd: int, index: int, board: Board) -> None:
-        self.index = index
-        name = f"process {index}"
-        module = _REMOTE_SAMPLER if job.cluster and job.cluster.num_actors else _SAMPLER
-        self.process = ChildProcess(module, name, server, job.sys_path, job_fd)
+    def __init__(self, index: int, process: ChildProcess, board: Board) -> None:
+        self.index, self.process = index, process
         self._board, self._slot = board, board.slot(index)
         self._committed_before = 0
         self._hung: list[int] | None = None
@@ -218,7 +207,7 @@ class SamplingProcess:
         self._slot["state"], self._slot["beat_s"] = STARTING, now_s
         self._committed_before = int(self._slot["committed"])
         self._hung, self._was_stopped = None, False
-        self.process.start(now_s, self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
+        self.process.start(now_s)
 
     def _reads(self) -> list[tuple[float, int]]:
         """The fetching threads' last beats, and the positions they read."""
@@ -247,11 +236,8 @@ class SamplingProcess:
             self._was_stopped = pid is not None and is_stopped(pid)
             self.process.kill()
 
-    def reap(self, now_s: float) -> tuple[Death, list[Suspect], int] | None:
-        """The death of the process, the positions that are suspected of it, and their pass.
-
-        None while it runs.
-        """
+    def reap(self, now_s: float) -> tuple[Death, list[Suspect]] | None:
+        """The death of the process, and the positions that are suspected of it; None while it runs."""
         code = self.process.reap()
         if code is None:
             return None
@@ -270,24 +256,26 @@ class SamplingProcess:
             progressed=int(self._slot["committed"]) > self._committed_before,
             suspects=len(set(positions)),
         )
-        pass_id = int(self._slot["pass_id"])
         self._board.clear_reads(self.index)
-        return death, suspects_of(death, positions), pass_id
+        return death, suspects_of(death, positions)
 
 
 class SamplingProcesses:
-    """All sampling processes of a job: those that die are started again, unless it is time to give up."""
+    """All sampling processes of a job: those that die are started again, unless it is time to give up.
 
-    def __init__(self, job: Job, server: ForkServer, job_fd: int, board: Board) -> None:
-        indices = range(job.num_workers)
-        self._children = [SamplingProcess(job, server, job_fd, index, board) for index in indices]
-        self._board, self._hang_timeout_s = board, job.hang_timeout_s
+    `on_end(index, suspects)` is called for each process that has ended, before another one is started.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[SamplingProcess],
+        board: Board,
+        hang_timeout_s: float,
+        on_end: Callable[[int, list[Suspect]], None],
+    ) -> None:
+        self._children, self._board, self._hang_timeout_s = children, board, hang_timeout_s
+        self._on_end = on_end
         self._deaths: list[Death] = []
-        self.unrecorded: list[tuple[int, Suspect]] = []  # each with the id of its pass
-
-    @property
-    def processes(self) -> list[ChildProcess]:
-        return [child.process for child in self._children]
 
     @property
     def running(self) -> list[int]:
@@ -296,13 +284,14 @@ class SamplingProcesses:
 
     @property
     def have_ended(self) -> bool:
-        """True if no process runs, and none is to be started: there is nothing left to claim."""
+        """True if no process runs, and none is to be started: there is nothing left to hand out."""
         return all(child.process.is_over for child in self._children)
 
     def begin(self, now_s: float) -> None:
-        """Start all processes, by the next `start_due` at the latest."""
+        """Start all processes that do not run, by the next `start_due` at the latest."""
         for child in self._children:
-            child.process.start_at_s = now_s
+            if child.process.is_over:
+                child.process.start_at_s = now_s
 
     def start_due(self, now_s: float) -> None:
         """Start the processes that are due; raises OSError if the system refuses: they stay due."""
@@ -315,16 +304,24 @@ class SamplingProcesses:
             child.kill_if_hanging(now_s, resumed_s, self._hang_timeout_s)
             self._reap(child, now_s)
 
+    def end(self) -> None:
+        """Kill all processes: what they were doing is void."""
+        for child in self._children:
+            child.process.end()
+            child.process.start_at_s = None
+
     def _reap(self, child: SamplingProcess, now_s: float) -> None:
         ended = child.reap(now_s)
         if ended is None:
             return
-        death, suspects, pass_id = ended
+        death, suspects = ended
         code, words = death.returncode if death.orderly else None, child.process.last_output
+        self._on_end(child.index, suspects)
         if code == 0:
             return
         if code in (EXIT_RESTART, EXIT_LATER):
-            child.process.start_at_s = now_s + (LATER_PAUSE_S if code == EXIT_LATER else 0.0)
+            is_later = code == EXIT_LATER or not death.progressed
+            child.process.start_at_s = now_s + (LATER_PAUSE_S if is_later else 0.0)
             return
         logger.warning("sampling process %d %s", child.index, death)
         if code == EXIT_FATAL:
@@ -335,4 +332,3 @@ class SamplingProcesses:
             raise GiveUpError(words, f"the sampling processes died {len(self._deaths)} times: {how}")
         self._board.count_restart()
         child.process.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
-        self.unrecorded += [(pass_id, suspect) for suspect in suspects]

@@ -1,19 +1,17 @@
-"""The job of a worker, sent from the caller to the supervisor and on to the sampling processes.
+"""The job of a worker, sent from the caller to the supervisor, whose processes inherit it.
 
-A job travels through pipes and shared memory only: its source may hold credentials, which never touch the
-disk.
+A job travels through a pipe only: its source may hold credentials, which never touch the disk.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
-import struct
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.sources.user_code import by_value
@@ -21,15 +19,13 @@ from cachestream.worker.cluster.connection import ClusterOptions
 from cachestream.worker.order import Partition
 
 _OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle
-_ALIGNMENT: Final = 64
-_LENGTH: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A pickle, and large read-only buffers beside it, such as the names of a listing.
 
-    All processes map one copy of the buffers, that of `share`.
+    All processes of a worker share one copy of the buffers.
     """
 
     data: bytes
@@ -49,7 +45,9 @@ class Job:
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
     that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: what a
     Ray cluster does in the filling; None without one. `mix`: the integer weights of the sources of a `mix`,
-    if these are fetched as loaders draw them; else empty. `transform`: see transform_identity.
+    if these are fetched as loaders draw them; else empty. `transform`: see transform_identity. `weights`: those
+    of the units, float64 `[num_units]`, for an order by weights. `has_names`: the units have names, all of which
+    are known by now.
     """
 
     root: str
@@ -79,16 +77,17 @@ class Job:
     cluster: ClusterOptions | None = None
     mix: tuple[int, ...] = ()
     transform: str = ""
+    weights: npt.NDArray[np.float64] | None = None
+    has_names: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The user's objects: the source, the transform, the eviction function and the weights of the order."""
+    """The user's objects: the source, the transform and the eviction function."""
 
     source: Any
     transform: Any
     eviction: Any
-    weights: Any
 
 
 def pack(value: Any, visit: Callable[[Any], None] = lambda _: None) -> Packed:
@@ -137,47 +136,3 @@ def unpack(packed: Packed, what: str = "source or transform") -> Any:
             f"the {what} cannot be loaded in the background process ({type(error).__name__}: "
             f"{error}); is the module it comes from importable there?"
         ) from error
-
-
-def share(job: Job) -> int:
-    """Write the job to memory that children inherit; returns a descriptor for `load_shared`.
-
-    The job is pickled once, whatever the number of processes and restarts. Through a pipe, a large listing
-    would block the supervisor until each child has started.
-    """
-    fd = os.memfd_create("cachestream-job", os.MFD_CLOEXEC)
-    sizes = [len(buffer) for buffer in job.payload.buffers]
-    head = pickle.dumps((replace(job, payload=Packed(job.payload.data)), sizes))
-    with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(_LENGTH.pack(len(head)) + head)
-        for buffer in job.payload.buffers:
-            file.seek(_aligned(file.tell()))
-            file.write(buffer)
-    return fd
-
-
-def load_shared(fd: int) -> Job:
-    """Load the job from a descriptor of `share`, and close the descriptor.
-
-    The buffers are mapped, not copied. The user's code is imported from here on, as in the caller: from the
-    caller's `sys.path`.
-    """
-    try:
-        memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
-    (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
-    end = _LENGTH.size + length
-    job, sizes = pickle.loads(memory[_LENGTH.size : end])  # noqa: S301  shared by our own parent
-    buffers = []
-    for size in sizes:
-        start = _aligned(end)
-        end = start + size
-        buffers.append(memory[start:end])
-    shared: Job = replace(job, payload=Packed(job.payload.data, tuple(buffers)))
-    sys.path[:] = shared.sys_path or sys.path
-    return shared
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT

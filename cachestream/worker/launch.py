@@ -23,13 +23,12 @@ from cachestream.config import (
     check_count,
     check_mapping,
     check_seconds,
-    check_share,
     format_size,
     parse_size,
 )
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.schema import check_holdout
-from cachestream.sources import plugins
+from cachestream.sources import registry as plugins
 from cachestream.sources.base import (
     DivisibleSource,
     LabelledSource,
@@ -56,6 +55,7 @@ from cachestream.worker.cluster.connection import (
     current_address,
 )
 from cachestream.worker.job import Job, Payload, pack
+from cachestream.worker.listings import has_plain_names
 from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
 from cachestream.worker.transform_identity import transform_identity
@@ -89,8 +89,6 @@ class WorkerOptions:
     engine: str = "local"
     ray_options: Mapping[str, Any] | None = None
     share: str | None = None
-    replicas: int | None = None
-    exchange: float = 0.0
     share_required: bool = False
     holdout: float | None = None
 
@@ -124,16 +122,11 @@ class WorkerOptions:
         if self.ray_options:
             check_actor_options(self.ray_options)
         if self.share is None:
-            if self.replicas is not None or self.exchange or self.share_required:
-                raise ConfigError(
-                    "replicas=, exchange= and share_required= are of a group of caches: name it with share="
-                )
+            if self.share_required:
+                raise ConfigError("share_required= is of a group of caches: name it with share=")
             return
         if not self.share:
             raise ConfigError("share='': give the group of caches a name")
-        if self.replicas is not None:
-            check_count("replicas", self.replicas, 1)
-        check_share("exchange", self.exchange)
         if not isinstance(self.order, str) or self.order not in NAMED:
             raise ConfigError(
                 "share= needs order='shuffle' or 'sequential': all caches of a group have one order"
@@ -141,10 +134,6 @@ class WorkerOptions:
 
     def _check_group(self, cache: Cache, source_name: str, num_units: int | None) -> None:
         """Raise ConfigError if this cache cannot share the filling from this source."""
-        if self.exchange and self.partition is None:
-            raise ConfigError(
-                "exchange= is between caches of which each has a share: give partition=(i, n), too"
-            )
         if num_units is None:
             raise ConfigError(f"share=: {source_name} has no end, so its units cannot be shared out")
         self._refuse_holdout(cache, "share= and holdout= do not go together yet: hold out files instead")
@@ -165,8 +154,6 @@ class WorkerOptions:
             num_actors=int(self.num_workers or DEFAULT_ACTORS) if self.engine == "ray" else 0,
             actor_options=dict(self.ray_options or {}),
             group=self.share or "",
-            replicas=self.replicas,
-            exchange=float(self.exchange),
             required=bool(self.share_required),
             decoders=plugins.plugin_decoders(),
         )
@@ -230,7 +217,7 @@ class WorkerOptions:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, transform, policy, weights), collect_protocol),
+            payload=pack(Payload(source, transform, policy), collect_protocol),
             sampler=None if sampler is None else pack(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
@@ -247,6 +234,8 @@ class WorkerOptions:
             if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
             else (),
             transform=transform_identity(transform),
+            weights=weights,
+            has_names=growing is None and has_plain_names(source),
         )
 
     @property

@@ -1,7 +1,6 @@
 """The process that lists a remote page by page into a stored listing, and its supervision.
 
-The process prints empty lines as signs of life. It may be killed at any point: the next one continues after
-the last name that is stored.
+It may be killed at any point: the next one continues after the last name that is stored.
 """
 
 from __future__ import annotations
@@ -9,57 +8,74 @@ from __future__ import annotations
 import logging
 import math
 import random
+import signal
+import socket
 import sys
+import threading
 import time
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from cachestream import tracing
 from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.linux import name_process
 from cachestream.listing.names import read_mark
-from cachestream.sources.base import as_incremental
-from cachestream.storage.cache import Cache
+from cachestream.sources.base import NamedSource, as_incremental
+from cachestream.storage.layout import Directory
+from cachestream.storage.publish import Reserved
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.child_process import ChildProcess, ForkServer
+from cachestream.worker.channel import SupervisorLink
+from cachestream.worker.child_process import ChildProcess, Forks
 from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
-from cachestream.worker.job import Job, load_shared, unpack
-from cachestream.worker.listings import Listings, open_store, store_rest
+from cachestream.worker.job import Job, unpack
+from cachestream.worker.listings import Listings, keep_names, open_store, store_rest
 from cachestream.worker.processes import (
     EXIT_FATAL,
     EXIT_LATER,
-    SignsOfLife,
+    end_soon,
     exit_code,
     exit_now,
-    tie_to_supervisor,
+    heed_signals,
 )
 
 _MOST_DEATHS: Final = 5
 _LONGEST_PAUSE_S: Final = 5.0
+_BEAT_S: Final = 0.2
 
 logger = logging.getLogger("cachestream.worker")
 
 
 class Lister:
-    """Completes the current listing of one job, and makes the next one when it is to look for changes."""
+    """Completes the current listing of one job, and makes the next one when it is to look for changes.
 
-    def __init__(self, job: Job, server: ForkServer | None, job_fd: int, listings: Listings) -> None:
-        self._hang_timeout_s, self._listings = job.hang_timeout_s, listings
-        self.process = ChildProcess("cachestream.worker.lister", "lister", server, job.sys_path, job_fd)
+    The names of a source that was listed at once are only stored.
+    """
+
+    def __init__(self, job: Job, forks: Forks, listings: Listings) -> None:
+        self._job, self._listings = job, listings
+        self.process = ChildProcess("lister", forks, self._run)
         self._is_next = False
         self._deaths = 0
         self._listed_before = 0
         self.has_changed = False
+
+    def _run(self, end: socket.socket) -> int:
+        return run(end, self._job, is_next=self._is_next)
 
     @property
     def running(self) -> bool:
         """True if a process lists, or is about to."""
         return not self.process.is_over
 
+    def keeps_names(self) -> bool:
+        """True while the names of a source that was listed at once are being stored."""
+        return self._job.has_names and self.running
+
     def begin(self) -> None:
         """Complete the current listing."""
         self._listings.drop_next()
-        if not self._listings.is_complete:
+        if self._job.has_names or (self._job.growing and not self._listings.is_complete):
             self._start(is_next=False)
 
     def look_for_changes(self) -> None:
@@ -80,7 +96,7 @@ class Lister:
         self.has_changed = False
         return True
 
-    def tick(self, now_s: float, resumed_s: float = -math.inf) -> None:
+    def tick(self, now_s: float, resumed_s: float) -> None:
         """Reap, restart or kill the process as needed; raises GiveUpError if the current listing has failed.
 
         `resumed_s`: see `ChildProcess.is_silent`.
@@ -88,7 +104,7 @@ class Lister:
         code = self.process.reap()
         if code is not None:
             self._ended(code, now_s)
-        elif self.process.is_silent(now_s, resumed_s, self._hang_timeout_s):
+        elif self.process.is_silent(now_s, resumed_s, self._job.hang_timeout_s):
             logger.warning("the lister shows no sign of life: it is killed, and another one goes on")
             self.process.kill()
         if self.process.start_at_s is not None and now_s >= self.process.start_at_s:
@@ -98,7 +114,6 @@ class Lister:
         """End the process; the next one continues the current listing, or restarts a listing for changes."""
         if self.process.running:
             self.process.end()
-            self.process.reap()
             self._listings.drop_next()
         self.process.start_at_s = None
 
@@ -107,7 +122,7 @@ class Lister:
         self.process.start_at_s = time.monotonic()  # it stays due if the disk or the system refuses
         self._listings.clean()  # a process that died before its first mark has left files that no mark names
         self._listed_before = self._listed
-        self.process.start(time.monotonic(), is_next)
+        self.process.start(time.monotonic())
 
     @property
     def _listed(self) -> int:
@@ -130,6 +145,10 @@ class Lister:
         if code != EXIT_FATAL and self._deaths < _MOST_DEATHS:
             logger.warning("the lister ended with code %d", code)
             self.process.start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
+        elif self._job.has_names:
+            logger.warning(
+                "the names of the units cannot be stored: what is cached under another listing is fetched again"
+            )
         elif self._is_next:
             logger.warning(
                 "the remote cannot be listed again to find changes; going on with the current listing"
@@ -140,26 +159,78 @@ class Lister:
             raise GiveUpError(words or f"the process that lists ended {self._deaths} times, with code {code}")
 
 
-def main() -> None:
-    """The main of the process: its arguments come through stdin, whose end means stop."""
-    job_fd, is_next = tie_to_supervisor()
+class SupervisorSpace:
+    """Space for names, which the supervisor reserves."""
+
+    def __init__(self, link: SupervisorLink) -> None:
+        self._link = link
+
+    def reserve(
+        self, sizes: Sequence[int], *, may_evict: bool, spare_unused: bool
+    ) -> Sequence[Reserved] | None:
+        reserved: Sequence[Reserved] | None = self._link.ask(
+            "reserve_now", tuple(sizes), may_evict, spare_unused, beat=self._beat
+        )
+        return reserved
+
+    def cancel(self, reserved: Sequence[Reserved]) -> None:
+        self._link.ask("cancel", tuple(reserved), beat=self._beat)
+
+    def _beat(self) -> bool:
+        self._link.tell("alive")
+        return True
+
+
+def run(end: socket.socket, job: Job, *, is_next: bool) -> int:
+    """Be the lister of `job`; does not return."""
+    stop = threading.Event()
+    heed_signals(stop)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next one goes on after the names that are stored
     name_process("cs-lister")
-    job = load_shared(job_fd)
-    tracing.join(job.trace, "lister")
-    exit_now(exit_code(lambda: _run(job, is_next=is_next), fatal=SourceError))
+    if job.growing:
+        tracing.join(job.trace, "lister")
+
+    def on_message(kind: str, *_: Any) -> None:
+        if kind == "stop":
+            exit_now(0)
+
+    code = exit_code(
+        lambda: _list(job, SupervisorLink(end, on_message, lambda: end_soon(stop)), is_next=is_next),
+        fatal=SourceError,
+    )
+    exit_now(code)
+    return code
 
 
-def _run(job: Job, *, is_next: bool) -> None:
-    source = as_incremental(unpack(job.payload).source)
-    assert source is not None
-    metering.install(SignsOfLife().show)
+class _Life:
+    """Signs of life for the supervisor, five a second at most."""
+
+    def __init__(self, link: SupervisorLink) -> None:
+        self._link, self._shown_s = link, -math.inf
+
+    def show(self, _nbytes: int = 0) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= _BEAT_S:
+            self._shown_s = now_s
+            self._link.tell("alive")
+
+
+def _list(job: Job, link: SupervisorLink, *, is_next: bool) -> None:
+    metering.install(_Life(link).show)
+    given, directory, space = unpack(job.payload).source, Directory(job.root), SupervisorSpace(link)
+    source = as_incremental(given)
+    if source is None:
+        assert isinstance(given, NamedSource)
+        keep_names(given, directory, space)
+        return
 
     def wait(delay_s: float) -> bool:
         metering.wait(delay_s)
         return False
 
-    cache, delays = Cache(job.root), backoff_delays(random.Random())
-    with open_store(source, cache, wait, is_next=is_next, may_evict=job.when_full == "evict") as store:
+    delays = backoff_delays(random.Random())
+    may_evict = job.when_full == "evict"
+    with open_store(source, directory, space, wait, is_next=is_next, may_evict=may_evict) as store:
         while True:
             known = store.last
             try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from cachestream import tracing
 from cachestream.errors import CacheError, CacheFullError
@@ -22,6 +22,7 @@ from cachestream.listing.names import Mark, Names, NamesWriter, StoredNames, fil
 from cachestream.sources.base import IncrementalSource, NamedSource, Source
 from cachestream.storage.layout import Directory, remove_if_there
 from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.publish import Publisher, Reserved
 from cachestream.storage.reservations import Owner
 from cachestream.transport import metering
 from cachestream.worker.order import PassPlan
@@ -134,6 +135,15 @@ def lists_units_of(names: Names, plan: PassPlan) -> bool:
     return 0 < count <= len(names) and names.digest_of(count) == plan.listing
 
 
+class Space(Protocol):
+    """Reserves space in a cache, as a `Publisher` does."""
+
+    def reserve(
+        self, sizes: Sequence[int], *, may_evict: bool, spare_unused: bool
+    ) -> Sequence[Reserved] | None: ...
+    def cancel(self, reserved: Sequence[Reserved]) -> None: ...
+
+
 @dataclass(slots=True)
 class Store:
     """Adds names to a stored listing, within the limit of the cache; `last` is the last stored name.
@@ -141,8 +151,8 @@ class Store:
     `wait(delay_s)` is called while there is no space, and returns True to give up.
     """
 
-    cache: Cache
-    owner: str
+    directory: Directory
+    space: Space
     writer: NamesWriter
     wait: Callable[[float], bool]
     may_evict: bool
@@ -153,22 +163,17 @@ class Store:
         return self.writer.mark.is_complete
 
     def add(self, names: Sequence[str], *, is_complete: bool) -> None:
-        reservations = self.cache.reservations
         name_bytes = sum(map(len, map(os.fsencode, names)))
-        need_bytes = sum(map(reservations.footprint, (name_bytes, 8 * (len(names) + 1), 4096)))
-        while (
-            reserved := reservations.reserve(
-                need_bytes, self.owner, may_evict=self.may_evict, spare_unused=False
-            )
-        ) is None:
+        sizes = name_bytes, 8 * (len(names) + 1), 4096
+        while (reserved := self.space.reserve(sizes, may_evict=self.may_evict, spare_unused=False)) is None:
             if self.wait(_SPACE_TICK_S):
                 return
         try:
-            with translated_disk_errors(self.cache.directory.worker, "storing the names that are listed"):
+            with translated_disk_errors(self.directory.worker, "storing the names that are listed"):
                 self.writer.add(names, is_complete=is_complete)
             self.last = names[-1] if names else self.last
         finally:
-            reservations.cancel(reserved, self.owner)
+            self.space.cancel(reserved)
 
 
 def list_all(source: IncrementalSource, cache: Cache) -> Source:
@@ -184,21 +189,26 @@ def list_all(source: IncrementalSource, cache: Cache) -> Source:
     def give_up(_delay_s: float) -> bool:
         raise CacheFullError(f"no space in {cache.path} for the names that its source lists")
 
-    with open_store(source, cache, give_up, is_next=False, may_evict=True) as store:
-        store_rest(source, store)
+    with Owner.temporary(cache.directory, "listing") as owner:
+        space = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
+        with open_store(source, cache.directory, space, give_up, is_next=False, may_evict=True) as store:
+            store_rest(source, store)
     return source.over(listings.load())
 
 
-def keep_names(source: Source, cache: Cache) -> None:
+def has_plain_names(source: Source) -> bool:
+    """True if the units of `source` have names, all of which are known, and are nothing but their names."""
+    if not isinstance(source, NamedSource) or isinstance(source.first_names, StoredNames):
+        return False
+    return source.listing_digest == source.first_names.digest  # differs for a manifest with labels
+
+
+def keep_names(source: NamedSource, directory: Directory, space: Space) -> None:
     """Store the names of a source that was listed at once, for passes over a later listing.
 
-    Stores nothing for a source without names, or if there is no space: then cached samples are fetched again.
+    Stores nothing if there is no space: then cached samples are fetched again.
     """
-    if not isinstance(source, NamedSource) or isinstance(source.first_names, StoredNames):
-        return
-    names, listings = source.first_names, Listings(cache.directory)
-    if source.listing_digest != names.digest:
-        return  # a unit of a manifest with labels is more than its name
+    names, listings = source.first_names, Listings(directory)
     if listings.is_complete and listings.begins(source.fingerprint, len(names), names.digest):
         return
 
@@ -209,7 +219,9 @@ def keep_names(source: Source, cache: Cache) -> None:
     clean()
     with (
         suppress(CacheError),  # filling works without
-        open_store(source, cache, lambda _delay_s: True, is_next=False, may_evict=False, is_complete=True),
+        open_store(
+            source, directory, space, lambda _delay_s: True, is_next=False, may_evict=False, is_complete=True
+        ),
     ):
         pass
     clean()
@@ -218,7 +230,8 @@ def keep_names(source: Source, cache: Cache) -> None:
 @contextmanager
 def open_store(
     source: NamedSource,
-    cache: Cache,
+    directory: Directory,
+    space: Space,
     wait: Callable[[float], bool],
     *,
     is_next: bool,
@@ -226,23 +239,19 @@ def open_store(
     is_complete: bool = False,
 ) -> Iterator[Store]:
     """Open the stored listing for adding names; a new one begins with the first names of the source."""
-    listings = Listings(cache.directory)
+    listings = Listings(directory)
     path = listings.next if is_next else listings.current
     known = StoredNames(path)
     mark = known.look() or Mark(f"{_PREFIX}-{secrets.token_hex(6)}", source.fingerprint)
-    owner = Owner.temporary(cache.directory, "listing")
+    with translated_disk_errors(directory.worker, "storing the names that are listed"):
+        writer = NamesWriter(path, mark)
     try:
-        with translated_disk_errors(cache.directory.worker, "storing the names that are listed"):
-            writer = NamesWriter(path, mark)
-        try:
-            store = Store(cache, owner.name, writer, wait, may_evict, known[-1] if mark.count else "")
-            if not mark.count and not is_next:  # a listing for changes asks for the first names again
-                store.add(source.first_names, is_complete=is_complete)
-            yield store
-        finally:
-            writer.close()
+        store = Store(directory, space, writer, wait, may_evict, known[-1] if mark.count else "")
+        if not mark.count and not is_next:  # a listing for changes asks for the first names again
+            store.add(source.first_names, is_complete=is_complete)
+        yield store
     finally:
-        owner.release()
+        writer.close()
 
 
 def store_rest(source: IncrementalSource, store: Store) -> None:

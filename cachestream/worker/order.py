@@ -246,7 +246,7 @@ class UnitOrder:
     """
 
     def __init__(
-        self, plan: PassPlan, weights: Sequence[float] | None = None, drawn: npt.ArrayLike | None = None
+        self, plan: PassPlan, weights: npt.ArrayLike | None = None, drawn: npt.ArrayLike | None = None
     ) -> None:
         self.plan = plan
         self._permutation: Permutation | Segments | None = None

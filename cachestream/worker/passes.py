@@ -1,8 +1,4 @@
-"""Passes over the units, and claims on them.
-
-At the end of a pass the next one begins for evicted samples, or filling rests. Within a pass, processes claim
-runs of positions, and take over those of processes that died.
-"""
+"""Passes over the units: at the end of one the next begins for evicted samples, or filling rests."""
 
 from __future__ import annotations
 
@@ -11,33 +7,32 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.linux import move, open_private, remove
-from cachestream.listing.names import Names, StoredNames
+from cachestream.listing.names import Names
 from cachestream.permutation import mix_key
 from cachestream.schema import WHOLE, IntArray
 from cachestream.sources.mix import Interleaving
-from cachestream.storage.filling import Assignment, Filling, FillState, LabelNames, PlannedPass
+from cachestream.storage.filling import FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.progress import PassRow
 from cachestream.storage.reservations import Owner, disk_footprint
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
 from cachestream.worker.order import PassPlan, UnitOrder, is_known, order_file
-from cachestream.worker.user_order import UserOrder, draw_mixture
+from cachestream.worker.planner import Planner
+from cachestream.worker.user_order import draw_mixture
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
-MOST_POSITIONS: Final = 1024
+MOST_UNITS: Final = 1024
 SHARES: Final = 16
-_WHILE_DRAWING: Final = 32  # the part of a pass that is claimed while an order is drawn is smaller
+_WHILE_DRAWING: Final = 32  # with a smaller part of a pass left, its order is not drawn anew
 _FOLLOW: Final = 0.1  # of two mixtures: the share of the samples that come from another source
 
 logger = logging.getLogger("cachestream.worker")
@@ -45,12 +40,16 @@ logger = logging.getLogger("cachestream.worker")
 _UNIT_FAILURES: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
 
+class DrawsOrders(Protocol):
+    """Draws the units of a pass by the user's sampler or curriculum."""
+
+    def draw(self, ordinal: int) -> IntArray: ...
+
+
 def pass_is_open(state: FillState) -> bool:
     """True if something of the last pass is not done yet."""
     row = state.last_pass
-    if row is None:
-        return False
-    return row.length is None or state.positions_done < row.length or PassPlan.from_json(row.plan).growing
+    return row is not None and (not row.is_done or PassPlan.from_json(row.plan).growing)
 
 
 def first_plan(job: Job, listings: Listings) -> PassPlan:
@@ -64,7 +63,7 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
     return replace(plan, length=plan.share, segments=job.round_ends)
 
 
-def begin_or_resume(cache: Cache, job: Job, order: UserOrder) -> bool:
+def begin_or_resume(cache: Cache, job: Job, order: DrawsOrders) -> bool:
     """Resume the cache's open pass if this job would begin the same one; else begin another one.
 
     Returns False if the last pass was complete and nothing was evicted since: another pass then begins only
@@ -103,7 +102,7 @@ def has_failed_units(cache: Cache) -> bool:
     )
 
 
-def begin_next(cache: Cache, job: Job, order: UserOrder, *, is_due: bool = False) -> bool:
+def begin_next(cache: Cache, job: Job, order: DrawsOrders, *, is_due: bool = False) -> bool:
     """Begin the next pass if the last one is over and samples were evicted, or another pass `is_due`.
 
     Returns False if there is nothing left to do.
@@ -120,31 +119,27 @@ def begin_next(cache: Cache, job: Job, order: UserOrder, *, is_due: bool = False
     return True
 
 
-def follow_mixture(cache: Cache, job: Job, state: FillState) -> None:
-    """Draw a new order for the units not claimed yet, if loaders draw the sources in other shares."""
-    row, shares = state.last_pass, np.array(state.mixture)
-    if row is None or row.length is None or len(job.mix) != len(shares):
+def follow_mixture(cache: Cache, job: Job, planner: Planner, mixture: Sequence[float]) -> None:
+    """Draw a new order for the units not handed out yet, if loaders draw the sources in other shares."""
+    plan, shares = planner.plan, np.array(mixture)
+    if plan is None or plan.length is None or len(job.mix) != len(shares):
         return
-    plan = PassPlan.from_json(row.plan)
     known = plan.shares or np.array(job.mix) / sum(job.mix)
-    # What may be claimed meanwhile stays as it is. Drawing takes about a second for a million units.
-    claimed = job.num_workers * block_size(row.length, job.num_workers)
-    start = row.next_position + max(claimed, row.length // _WHILE_DRAWING)
-    if start >= row.length or np.abs(known - shares).sum() / 2 <= _FOLLOW:
+    # Drawing takes about a second for a million units: not for the last few.
+    start = planner.row.next_position
+    if start + plan.length // _WHILE_DRAWING >= plan.length or np.abs(known - shares).sum() / 2 <= _FOLLOW:
         return
     drawn = None
     if plan.is_drawn:
         with open(order_file(cache.directory, plan), "rb", opener=open_private) as file:
             drawn = np.load(file)
-    units = UnitOrder(plan, None, drawn).units(np.arange(row.length))
+    units = UnitOrder(plan, None, drawn).units(np.arange(plan.length))
     sources = Interleaving(job.mix).takers(units[start:])
-    units[start:] = draw_mixture(units[start:], sources, state.mixture, seed=mix_key(job.seed, start))
-    plan = replace(plan, kind="mixture", rule=f"{start}:{','.join(map(str, state.mixture))}")
+    units[start:] = draw_mixture(units[start:], sources, mixture, seed=mix_key(job.seed, start))
+    plan = replace(plan, kind="mixture", rule=f"{start}:{','.join(map(str, mixture))}")
     _save_order(cache, plan, units)
-    if cache.filling.reorder(row, plan.to_json(), start):
-        logger.info("%d units are fetched as loaders draw: %s", row.length - start, plan.rule)
-    else:
-        remove(order_file(cache.directory, plan))
+    planner.reorder(plan)
+    logger.info("%d units are fetched as loaders draw: %s", len(units) - start, plan.rule)
 
 
 def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool:
@@ -199,7 +194,7 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         )
 
 
-def _insert_pass(cache: Cache, plan: PassPlan, order: UserOrder) -> None:
+def _insert_pass(cache: Cache, plan: PassPlan, order: DrawsOrders) -> None:
     held = cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
     plan = replace(plan, ordinal=max((known.ordinal for known in held.plans.values()), default=-1) + 1)
     # The plans of passes whose samples are still cached: their orders tell which ones.
@@ -248,50 +243,8 @@ def _save_order(cache: Cache, plan: PassPlan, drawn: IntArray) -> None:
         owner.release()
 
 
-class NothingFreeError(Exception):
-    """All positions are claimed for now: the listing continues, or a group of caches has yet to decide."""
-
-
-def block_size(length: int | None, num_workers: int, most: int = MOST_POSITIONS) -> int:
-    """The number of positions in a claim: all processes are busy until the end, and claims are rare."""
+def block_size(length: int | None, num_workers: int) -> int:
+    """The number of units that a process gets at once: all processes are busy until the end of the pass."""
     if length is None:
-        return min(most, 256)
-    return max(1, min(most, length // (num_workers * SHARES)))
-
-
-def next_claim(
-    filling: Filling,
-    owner: str,
-    num_workers: int,
-    listing: StoredNames | None = None,
-    most: int = MOST_POSITIONS,
-) -> Assignment | None:
-    """Claim the next positions for `owner`, those of dead processes first; None at the end of the pass.
-
-    A claim of new positions has at most `most` of them.
-
-    When all positions of a growing pass are claimed, it is extended by the units that are in `listing` by
-    now; raises NothingFreeError if there are none, or if a group has yet to decide on the rest.
-    """
-    seen = filling.open_pass()
-    if seen is None:
-        return None
-    growth = None if listing is None else _growth(seen.row, listing)
-    found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers, most=most))
-    if isinstance(found, PassRow):
-        if PassPlan.from_json(found.plan).growing or seen.is_shared:
-            raise NothingFreeError
-        return None
-    return found
-
-
-def _growth(row: PassRow, listing: StoredNames) -> PlannedPass | None:
-    """The pass extended by what was listed since, if all of it is claimed and enough was listed."""
-    if row.next_position != row.length:
-        return None
-    plan = PassPlan.from_json(row.plan)
-    mark = listing.look() if plan.growing else None
-    if mark is None or not plan.should_grow(mark.count, is_complete=mark.is_complete):
-        return None
-    plan = plan.grown(mark.count, listing.digest, is_complete=mark.is_complete)
-    return PlannedPass(plan.to_json(), plan.length, plan.growing)
+        return 256
+    return max(1, min(MOST_UNITS, length // (num_workers * SHARES)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import math
 import os
 import pickle
 import signal
@@ -21,7 +20,6 @@ from typing import IO, Any, Final
 
 from cachestream import tracing
 from cachestream.errors import CacheFullError, CacheLockedError
-from cachestream.linux import die_with_parent
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 
 # Only `sys` is imported before the path is set, as "-c" has put the working directory before all else. The child
@@ -45,8 +43,6 @@ _MAY_PASS: Final[tuple[type[Exception], ...]] = (
     DiskFailedError,
 )
 STOP_S: Final = 3.0
-_BEAT_S: Final = 0.2
-_NICE: Final = 5
 
 
 def import_path() -> tuple[str, ...]:
@@ -211,29 +207,17 @@ def read_frame(stream: IO[bytes]) -> Any:
         raise EOFError("the pipe was closed") from error
 
 
-def tie_to_supervisor(stop: threading.Event | None = None) -> Any:
-    """Tie this process to the supervisor: die with it, and set `stop` when the supervisor asks to stop.
-
-    Without `stop` the process then ends at once. Returns the arguments that the supervisor sends first.
-    """
+def heed_signals(stop: threading.Event) -> None:
+    """Set `stop` at SIGTERM, and leave Ctrl-C to the supervisor; what the user's code forks handles neither so."""
     faulthandler.enable()
-    die_with_parent()
-    # The supervisor handles Ctrl-C. SIG_IGN would outlast an exec.
+    # SIG_IGN would outlast an exec.
     signal.signal(signal.SIGINT, lambda *_: None)
-    with suppress(OSError):
-        os.nice(_NICE)  # the trainer comes first
-    stream = sys.stdin.buffer
-    message = read_frame(stream)
-    if stop is not None:
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.register_at_fork(
         before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
         after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
         after_in_child=_restore_signals,
     )
-    fd = stream.fileno()
-    threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
-    return message
 
 
 def _restore_signals() -> None:
@@ -245,23 +229,6 @@ def _restore_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-class SignsOfLife:
-    """Empty lines, which a child process writes for its supervisor, see `ChildProcess.is_silent`.
-
-    The first line break ends what the user's code may have printed; `sys.stdout` may be the user's own by now.
-    """
-
-    def __init__(self) -> None:
-        self._shown_s = -math.inf
-
-    def show(self, _nbytes: int = 0) -> None:
-        """Print one, unless the last one is recent."""
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= _BEAT_S:
-            self._shown_s = now_s
-            os.write(1, b"\n\n")
 
 
 def exit_code(
@@ -296,15 +263,8 @@ def exit_now(code: int) -> None:
     os._exit(code)
 
 
-def _watch_parent(fd: int, stop: threading.Event | None) -> None:
-    """Wait for the end of the pipe from the supervisor, set `stop`, and end the process a moment later."""
-    # Not through sys.stdin: a process that the user's code forks would hold its lock for ever, and
-    # multiprocessing closes it.
-    with suppress(OSError):
-        while os.read(fd, 1):
-            pass
-    if stop is None:
-        os._exit(1)
+def end_soon(stop: threading.Event) -> None:
+    """Set `stop`, and end this process a moment later, whatever its threads do: its supervisor has ended."""
     stop.set()
     time.sleep(STOP_S)  # as a rule the process, and this thread with it, ends meanwhile
     os._exit(0)

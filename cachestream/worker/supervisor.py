@@ -1,47 +1,59 @@
-"""The supervisor of a cache: it starts, watches, restarts and stops the sampling processes.
+"""The supervisor of a cache: the only process that fills it, with one thread and one loop.
 
-The supervisor reads no samples and holds no state that must survive. It loads neither torch nor fsspec,
-unless the user's sampler or eviction function does (the latter comes with the source and the transform). Its
-process (`main`) loads what it needs while the caller opens the source, takes the job, becomes the supervisor
-of the cache, answers, and supervises.
+It forks the sampling processes, hands units out to them, reserves space, and publishes what they have written,
+with the progress of the pass. It reads no samples, runs no code of the user's, and holds no state that must
+survive. Its process (`main`) loads what its children need while the caller opens the source; then it takes the
+job, becomes the supervisor of the cache, answers, and supervises.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import logging.handlers
 import math
 import os
+import selectors
 import signal
+import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from io import TextIOWrapper
 from types import FrameType
 from typing import BinaryIO, Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
-from cachestream.linux import move, name_process, open_private
+from cachestream.linux import adopt_orphans, move, name_process, open_private
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import RESTS, SHARED, WAITS
+from cachestream.storage.filling import RESTS
 from cachestream.storage.layout import remove_if_there
 from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
-from cachestream.storage.reservations import Owner
-from cachestream.storage.status import describe_skipped, shortage_of_disk
-from cachestream.storage.telemetry import NO_SPACE, NOTHING_FREE, STATE_NAMES, WRITING, Board, History
+from cachestream.storage.publish import CatalogueReplacedError
+from cachestream.storage.telemetry import Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.child_process import ChildProcess, ForkServer
+from cachestream.worker.channel import Channel, Message
+from cachestream.worker.child_process import ChildProcess, Forks, Guardian
 from cachestream.worker.cluster.connection import describe
 from cachestream.worker.cluster.supervision import SharingProcess
-from cachestream.worker.health import GiveUpError, SamplingProcesses, SystemErrors, was_suspended
-from cachestream.worker.job import Job, share, unpack
+from cachestream.worker.fill_record import FillRecord
+from cachestream.worker.health import (
+    GiveUpError,
+    SamplingProcess,
+    SamplingProcesses,
+    SystemErrors,
+    was_suspended,
+)
+from cachestream.worker.job import Job
 from cachestream.worker.lister import Lister
 from cachestream.worker.listings import Listings
 from cachestream.worker.passes import begin_next, begin_or_resume, follow_mixture, has_failed_units
+from cachestream.worker.planner import Planner
 from cachestream.worker.processes import (
     detach_from_terminal,
     read_frame,
@@ -49,9 +61,11 @@ from cachestream.worker.processes import (
     reset_inherited_state,
     write_frame,
 )
-from cachestream.worker.user_order import UserOrder
+from cachestream.worker.requests import Requests
+from cachestream.worker.user_code import UnwantedError, UserCode
 
 _TICK_S: Final = 0.1
+_PRESSED_S: Final = 0.02  # between two looks at what may make space, while a process waits for it
 _HOUSEKEEPING_S: Final = 1.0
 _SIZES_S: Final = 60.0
 _STOP_S: Final = 4.0
@@ -60,7 +74,12 @@ _END_CHECKS: Final = 40
 _LOG_AGAIN_S: Final = 60.0
 _LOG_BYTES: Final = 64 * 1024
 _LOCK_TIMEOUT_S: Final = 1.0
-_FULL_AFTER_S: Final = 3.0  # by then all processes that wait for space have tried again
+_LISTER, _SHARING = -1, -2  # as `Requests` knows them
+# The modules that the processes need; the module of the source is known when there is a job.
+_PRELOADED: Final = (
+    "cachestream.worker.sampling.sampler",
+    "cachestream.formats.files",
+)
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -68,36 +87,63 @@ logger = logging.getLogger("cachestream.worker")
 class Supervisor:
     """Runs the processes of one job until it is stopped; `run` returns the exit code."""
 
-    def __init__(self, job: Job, cache: Cache, lock: HeldFile, server: ForkServer) -> None:
-        self._job, self._cache, self._lock, self._server = job, cache, lock, server
+    def __init__(self, job: Job, cache: Cache, lock: HeldFile, forks: Forks, order: UserCode) -> None:
+        self._job, self._cache, self._lock, self._forks = job, cache, lock, forks
+        self._order = order
+        order.must_stop = self._should_end
         self._board = Board(cache.directory.worker_file("board"))
         self._record = FillRecord(job, cache, self._board)
         self._history = History(cache.directory.worker_file("history"))
         self._attachments = Attachments(cache.directory)
-        server.load(job.protocols, job.source_module)
-        job_fd = share(job)
-        self._samplers = SamplingProcesses(job, server, job_fd, self._board)
-        self._lister = Lister(job, server, job_fd, Listings(cache.directory))
-        self._sharing: SharingProcess | None = None
-        if job.cluster is not None and job.cluster.group:
-            self._shared = Owner(cache.directory, SHARED)  # held until this process ends
-            self._sharing = SharingProcess(job, server, job_fd)
-        self.order = UserOrder(job)
-        self._stop = threading.Event()
-        self._look_for_changes = self._has_promoted = self._resting = False
+        is_shared = job.cluster is not None and bool(job.cluster.group)
+        self._planner = Planner(job, cache, is_shared=is_shared)
+        self._lister = Lister(job, forks, Listings(cache.directory))
+        self._requests = Requests(job, cache, self._planner, self._board, self._lister.keeps_names)
+        children = [self._sampling_process(index) for index in range(job.num_workers)]
+        self._samplers = SamplingProcesses(
+            children, self._board, job.hang_timeout_s, self._requests.has_ended
+        )
+        self._numbers = {child.process: child.index for child in children}
+        self._numbers[self._lister.process] = _LISTER
+        self._sharing = (
+            SharingProcess(job, cache, forks, self._planner, self._requests) if is_shared else None
+        )
+        if self._sharing is not None:
+            self._numbers[self._sharing.process] = _SHARING
+        self._look_for_changes = self._has_promoted = self._resting = self._is_stopping = False
         self.asks_failed_again = False  # after the pass that is open, by one more
         self._system_errors = SystemErrors()
         self._full_logged_s = -math.inf
-        self._housekeeping_at_s = self._sizes_at_s = 0.0
+        self._housekeeping_at_s = self._sizes_at_s = self._tick_at_s = self._next_pass_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
+        self._woken, wake = socket.socketpair()
+        for end in (self._woken, wake):
+            end.setblocking(False)
+        self._wake = wake  # kept open
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        forks.selector.register(self._woken, selectors.EVENT_READ, None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
+    def _sampling_process(self, index: int) -> SamplingProcess:
+        job, board = self._job, self._board
+
+        def run(end: socket.socket) -> int:
+            module = "cachestream.worker.sampling.sampler"
+            if job.cluster and job.cluster.num_actors:
+                module = "cachestream.worker.cluster.remote_sampling"
+            code: int = importlib.import_module(module).run(
+                end, job, index, board.slot(index), self._requests.status, self._requests.schema
+            )
+            return code
+
+        return SamplingProcess(index, ChildProcess(f"process {index}", self._forks, run), board)
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._stop.is_set():
+        if self._is_stopping:
             self._board.end()
             os._exit(128 + number)  # the second signal ends the process at once; its children die with it
-        self._stop.set()
+        self._is_stopping = True
 
     def start(self, *, is_complete: bool) -> None:
         """Start the sampling processes; if the pass `is_complete`, then look for changes of the remote."""
@@ -107,20 +153,36 @@ class Supervisor:
         self._record.write_transform()
         now_s = time.monotonic()
         self._board.reset(os.getpid(), self._job.num_workers, now_s)
-        if self._job.growing:
-            self._lister.begin()
+        self._lister.begin()
         if self._sharing is not None:
-            self._cache.filling.share()  # before a process can take what others make
             self._sharing.begin(now_s)
+        self._begin_sampling(now_s)
+
+    def _begin_sampling(self, now_s: float) -> None:
+        self._requests.begin()
         self._samplers.begin(now_s)
-        self._samplers.start_due(now_s)
+        self._start_due(now_s)
+
+    def _start_due(self, now_s: float) -> None:
+        """Start the sampling processes that are due; raises OSError if the system refuses: they stay due."""
+        try:
+            self._samplers.start_due(now_s)
+        finally:
+            for process, number in self._numbers.items():
+                if number >= 0 and process.channel is not None:
+                    self._requests.has_started(number, process.channel)
 
     def run(self) -> int:
         """Watch until asked to stop, until no process needs the worker any more, or until it fails."""
         try:
-            while not self._try(self._leave):
-                self._try(self._tick)
-                self._stop.wait(_TICK_S)
+            while True:
+                now_s = time.monotonic()
+                if now_s >= self._tick_at_s:
+                    self._tick_at_s = now_s + _TICK_S
+                    if self._try(self._leave):
+                        break
+                    self._try(self._tick)
+                self._attend()
             self._end()
         except Exception as error:  # a process's main: all who wait get the error
             output = error.output if isinstance(error, GiveUpError) else traceback.format_exc()
@@ -130,10 +192,53 @@ class Supervisor:
         try:
             if self._record.state == "filling" or self._record.message == RESTS:
                 self._record.write("stopped")
-        except CacheFullError:
+        except CacheError:
             logger.exception("the end could not be recorded")
+        self._cache.close()
         self._board.end()
         return 0
+
+    # --- the loop
+
+    def _attend(self) -> None:
+        """Serve the processes, and wait until one of them tells something, or until the next tick."""
+        is_pressing = self._try(lambda: self._requests.serve(time.monotonic()))
+        timeout_s = max(0.0, self._tick_at_s - time.monotonic())
+        if is_pressing:
+            timeout_s = 0.0
+        elif self._requests.is_pressed:
+            timeout_s = min(timeout_s, _PRESSED_S)
+        for key, _ in self._forks.selector.select(timeout_s):
+            process = key.data
+            if process is None:
+                with suppress(BlockingIOError):
+                    self._woken.recv(64)
+                self._tick_at_s = 0.0
+            elif key.fileobj is process.channel:
+                self._hear(process)
+            else:
+                process.read_output()
+        for process in self._numbers:
+            if process.channel is not None and process.channel.is_blocked:
+                process.channel.flush()
+
+    def _hear(self, process: ChildProcess) -> None:
+        """Act on the messages of a process; one that has ended is reaped at once."""
+        channel, number = process.channel, self._numbers.get(process)
+        messages = process.receive()
+        if channel is None or number is None:
+            return
+        if not messages:
+            self._tick_at_s = 0.0
+        for message in messages:
+            if process.channel is channel:  # else what was handed out is void
+                self._try(partial(self._handle, number, channel, message))
+
+    def _handle(self, number: int, channel: Channel, message: Message) -> bool:
+        sharing = self._sharing if number == _SHARING else None
+        if sharing is None or not sharing.handle(number, channel, message):
+            self._requests.handle(number, channel, message)
+        return True
 
     def _give_up(self, message: str, output: str) -> None:
         try:
@@ -157,7 +262,7 @@ class Supervisor:
             lock = self._attachments.attach_lock(_LEAVE_S)
         except CacheLockedError:
             # After a signal, do not wait for a process that was stopped while it attached.
-            return self._stop.is_set()
+            return self._is_stopping
         is_over = False
         try:
             is_over = self._should_end()
@@ -167,7 +272,7 @@ class Supervisor:
         return is_over
 
     def _should_end(self) -> bool:
-        if self._stop.is_set() or self._attachments.stop_requested():
+        if self._is_stopping or self._attachments.stop_requested():
             return True
         if self._record.state == "full" and self._job.when_full == "stop":
             return True
@@ -182,9 +287,13 @@ class Supervisor:
             except CatalogueDamagedError as error:
                 logger.warning("%s; rebuilding it", error)
                 self._cache.rebuild(error)
+                self._begin_anew()
+            except CatalogueReplacedError:
+                self._begin_anew()
+        except UnwantedError:
+            self._tick_at_s = 0.0  # the next tick ends the loop
         except CacheLockedError:
-            # By a process that was stopped. If it is one of ours, the next tick replaces it: this process has
-            # waited for the lock, and was not suspended.
+            # By a process that was stopped, a trainer for one: this process has waited for it, and was not suspended.
             self._ticked_s = time.monotonic()
             logger.exception("the catalogue is locked")
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
@@ -193,11 +302,24 @@ class Supervisor:
                 logger.warning("%s; waiting for that", error)
         except (CacheError, OSError):  # too few descriptors or processes, a failed read: temporary or lasting
             before, self._system_errors = self._system_errors, self._system_errors.again(now_s)
-            if self._system_errors.is_lasting or self._stop.is_set():
+            if self._system_errors.is_lasting or self._is_stopping:
                 raise
             if self._system_errors.since_s != before.since_s:
                 logger.exception("going on, unless it lasts")
         return False
+
+    def _begin_anew(self) -> None:
+        """Go on with a catalogue that was rebuilt from the shards: what was handed out is void."""
+        if self._requests.is_closed:
+            return  # the processes are about to end
+        logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+        self._samplers.end()
+        for number in self._numbers.values():
+            self._requests.has_ended(number)
+        begin_or_resume(self._cache, self._job, self._order)
+        self._record.write_anew()
+        self._resting = False
+        self._begin_sampling(time.monotonic())
 
     def _tick(self) -> bool:
         if not self._lock.is_ours:
@@ -206,21 +328,19 @@ class Supervisor:
         if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
-        # Before the catalogue is asked: a stopped process may hold its lock until it is killed here.
         self._samplers.check(now_s, self._resumed_s)
         self._lister.tick(now_s, self._resumed_s)
-        if self._sharing is not None:
-            self._sharing.tick(now_s, self._resumed_s)
+        if self._sharing is not None and self._sharing.tick(now_s, self._resumed_s) is not None:
+            self._requests.has_ended(_SHARING)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._reap_orphans()
             self._housekeep(now_s)
-        if self._samplers.unrecorded:  # before another process reads them
-            self._cache.filling.record_suspects(self._samplers.unrecorded)
-            self._samplers.unrecorded.clear()
-        if self._samplers.have_ended:
+        if self._samplers.have_ended and now_s >= self._next_pass_at_s:
+            self._next_pass_at_s = now_s + (_HOUSEKEEPING_S if self._resting else 0.0)
+            self._requests.record()
             self._next_pass(now_s)
-        self._samplers.start_due(now_s)
+        self._start_due(now_s)
         if not self._resting:
             self._record.write_filling(self._samplers.running, now_s, self._shared_message)
         return True
@@ -231,16 +351,18 @@ class Supervisor:
 
     @property
     def _processes(self) -> list[ChildProcess]:
-        sharing = [] if self._sharing is None else [self._sharing.process]
-        return [*self._samplers.processes, self._lister.process, *sharing]
+        return [*self._numbers, self._order.process]
 
     def _reap_orphans(self) -> None:
         """End the processes that dead ones leave behind, and reap orphans; no other code does."""
-        self._server.ended.end_members()
+        self._forks.ended.end_members()
         reap_orphans([one.pid for one in self._processes])
 
     def _next_pass(self, now_s: float) -> None:
-        """Begin another pass, or rest. All processes have ended, as nothing was left to claim."""
+        """Begin another pass, or rest. All processes have ended, as nothing was left to hand out."""
+        if self._planner.is_open and not self._resting:
+            self._samplers.begin(now_s)  # units of a process that died wait
+            return
         if self._look_for_changes:
             self._look_for_changes = False
             self._lister.look_for_changes()
@@ -248,7 +370,7 @@ class Supervisor:
             return  # the pass may grow until the listing ends
         self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
         is_due = self._has_promoted or self.asks_failed_again
-        has_more = begin_next(self._cache, self._job, self.order, is_due=is_due)
+        has_more = begin_next(self._cache, self._job, self._order, is_due=is_due)
         has_changed, self._has_promoted, self.asks_failed_again = self._has_promoted, False, False
         self._record.write_looking(False)
         if not has_more:
@@ -257,11 +379,9 @@ class Supervisor:
                 self._resting = True
             return
         self._resting = False
-        if self._sharing is not None:
-            self._cache.filling.share()
         if self._job.growing and not has_changed:
             self._lister.look_for_changes()
-        self._samplers.begin(now_s)
+        self._begin_sampling(now_s)
 
     def _housekeep(self, now_s: float) -> None:
         if now_s >= self._sizes_at_s:
@@ -270,10 +390,10 @@ class Supervisor:
                 logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
         state = self._cache.filling.state()
+        if not self._record.is_of(state.catalogue_id):
+            raise CatalogueReplacedError(f"{self._cache.path}: the catalogue was replaced")
         if self._job.mix:
-            follow_mixture(self._cache, self._job, state)
-        if self._record.write_anew(state.catalogue_id):
-            self._resting = False
+            follow_mixture(self._cache, self._job, self._planner, state.mixture)
         self._history.append(
             state.num_samples,
             self._cache.size_bytes,
@@ -284,155 +404,111 @@ class Supervisor:
             state.snapshots,
         )
 
+    def abandon(self) -> None:
+        """End all processes: nobody waits for what they do."""
+        self._requests.close()
+        for process in self._processes:
+            process.end()
+        self._requests.release()
+        self._cache.close()
+
     def _end(self) -> None:
+        self._requests.close()
         self._lister.stop()
         processes = self._processes
         for process in processes:
             process.ask_to_stop()
         deadline_s = time.monotonic() + _STOP_S
         while any(process.running for process in processes) and time.monotonic() < deadline_s:
+            self._tick_at_s = time.monotonic() + 0.01
+            self._attend()
             for process in processes:
                 process.reap()
-            time.sleep(0.01)
         for process in processes:
             process.end()
-        self._server.ended.wait(_END_CHECKS)
+        for number in self._numbers.values():
+            self._requests.has_ended(number)
+        self._forks.ended.wait(_END_CHECKS)
         self._attachments.clear_requests()
         try:
+            self._requests.release()
+            self._requests.record()
             self._cache.recover()  # removes unfinished shards of processes that were killed
             self._housekeep(time.monotonic())
-        except CacheFullError:
+        except CacheError:
             logger.exception("the clean-up is left to the next process that opens the cache")
-
-
-class FillRecord:
-    """The state of the filling and its reason, recorded in the catalogue when they change."""
-
-    def __init__(self, job: Job, cache: Cache, board: Board) -> None:
-        self._job, self._cache, self._board = job, cache, board
-        self.state = self.message = ""
-        self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
-        self._waited_at_bytes = -1
-        self._room_expected_s = -math.inf
-        self._catalogue_id: str | None = None
-
-    def write(self, state: str, message: str = "", output: str = "") -> None:
-        """Record the state, its reason, and the last output of a process that has failed."""
-        written_bytes = self._board.totals().written_bytes
-        # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
-        waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
-        if (state, message) == (self.state, self.message) and not waits_anew:
-            return
-        if message == WAITS:
-            self._waited_at_bytes = written_bytes
-        catalogue_id = self._cache.filling.record(state, message, output)
-        self._catalogue_id = self._catalogue_id or catalogue_id
-        self.state, self.message = state, message
-
-    def write_looking(self, is_looking: bool) -> None:
-        """Record whether the remote is still searched for changes, so that another pass may follow."""
-        if is_looking != self._is_looking:
-            self._cache.filling.record_looking(is_looking)
-            self._is_looking = is_looking
-
-    def write_transform(self) -> None:
-        """Record the transform of this worker."""
-        self._cache.filling.record_transform(self._job.transform)
-
-    def write_complete(self, shared: str) -> None:
-        """Record that the pass is complete, and for which reasons the cache lacks samples of the remote.
-
-        `shared`: the message of a group of caches that does not answer.
-
-        A transform that drops some samples does so on purpose, one that drops all hardly does.
-        """
-        state = self._cache.filling.state()
-        dropped = self._board.totals().dropped
-        all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
-        dropped_all = all_dropped if dropped and not state.num_samples else ""
-        reasons = shared, describe_skipped(state.failures), dropped_all
-        self.write("complete", "; ".join(filter(None, reasons)))
-
-    def write_filling(self, running: Collection[int], now_s: float, message: str) -> None:
-        """Record that the `running` processes fill the cache, or that all of them wait for space."""
-        states = self._board.states()
-        found = {states[index] for index in running}
-        if self._board.sharing_slot["state"] == NO_SPACE:  # the shards of others do not fit
-            found = {STATE_NAMES[NO_SPACE] if one == STATE_NAMES[NOTHING_FREE] else one for one in found}
-        if not found or found - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
-            self.write("filling", message)
-        elif STATE_NAMES[WRITING] not in found:  # such a process may be about to find that there is no space
-            self._write_full(now_s)
-
-    def _write_full(self, now_s: float) -> None:
-        evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
-        state = self._cache.filling.state()
-        # Files outside the cache take the space, and may be removed at any time.
-        is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
-        has_room = state.phase != self.state  # the process that made room recorded another state
-        is_used = evicts and self._cache.reservations.leases.count() > 0
-        if is_short or has_room or is_used:
-            self._room_expected_s = now_s
-        if now_s - self._room_expected_s > _FULL_AFTER_S:
-            self.write("full", RESTS if evicts else "")
-        else:
-            self.write("filling", WAITS if is_used and not is_short else "")
-
-    def write_anew(self, catalogue_id: str | None) -> bool:
-        """Record the state again if the catalogue was rebuilt from the shards; False if it was not."""
-        if catalogue_id == self._catalogue_id:
-            return False
-        logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
-        self._catalogue_id = catalogue_id
-        is_looking, self._is_looking = bool(self._is_looking), None
-        self.write_looking(is_looking)
-        self.write_transform()
-        self.state = ""  # a pass is open again, or the next tick corrects that
-        self.write("filling")
-        return True
 
 
 def main() -> None:
     """The main of the supervisor: its job comes through stdin, one answer goes to a pipe of its own.
 
-    The user's code that is loaded here may print.
+    What is loaded here may print.
     """
     name_process("cs-supervisor")
     reset_inherited_state()
     os.dup2(2, 1)
     answer = os.fdopen(int(sys.argv[1]), "wb")
     os.set_inheritable(answer.fileno(), False)
-    server = ForkServer(sys.argv[2:], answer)  # first: it must not inherit the files and locks below
+    guardian = Guardian(answer)  # first: it must not inherit the files and locks below
+    adopt_orphans()
+    gc.disable()  # what is loaded stays
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    _load(sys.argv[2:])
     try:
-        supervisor = _begin(server, answer)
+        supervisor = _begin(guardian, answer)
         code = 0 if supervisor is None else supervisor.run()
     finally:
-        server.close()
+        guardian.close()
     logging.shutdown()
     os._exit(code)  # the lock is released with the process: a free lock means that nothing of it is left
 
 
-def _begin(server: ForkServer, answer: BinaryIO) -> Supervisor | None:
+def _load(protocols: list[str] | tuple[str, ...]) -> None:
+    """Load the fsspec drivers of `protocols`."""
+    if protocols:
+        remote = importlib.import_module("cachestream.transport.remote")
+        for protocol in protocols:
+            with suppress(Exception):  # the process that needs the driver reports the error
+                remote.load_driver(protocol)
+
+
+def _begin(guardian: Guardian, answer: BinaryIO) -> Supervisor | None:
     """Take the job, start its processes and answer; None if there is nothing to supervise."""
     try:
         job: Job = read_frame(sys.stdin.buffer)
     except EOFError:
         return None  # the source could not be opened, or the caller has died
-    sys.path[:] = job.sys_path  # the user's code is imported as in the caller
+    _load(job.protocols)
+    if job.source_module:
+        importlib.import_module(job.source_module)
+    gc.freeze()  # a garbage collection in a child would write to shared memory, and so copy it
+    gc.enable()
+    sys.path[:] = job.sys_path  # the user's code is imported as in the caller, by the children
+
+    def close_in_child() -> None:
+        if not answer.closed:
+            answer.close()
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+        logger.propagate = True
+
+    forks = Forks(guardian, close_in_child)
     try:
-        cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
+        order = UserCode(job, forks)
+        cache = Cache(job.root, eviction=order.evict if job.custom_eviction else None)
         lock = _become_the_supervisor(cache)
         cache.catalogue.patience_s = 0.0  # this process rebuilds it where others wait
         _open_log(cache)
         removed = cache.recover()
         _reset_budget(cache)
         lock.write(describe(job.cluster).encode())
-        supervisor = Supervisor(job, cache, lock, server)
         try:
-            has_more = begin_or_resume(cache, job, supervisor.order)
+            has_more = begin_or_resume(cache, job, order)
         except CatalogueDamagedError as error:
             cache.rebuild(error)
-            has_more = begin_or_resume(cache, job, supervisor.order)
+            has_more = begin_or_resume(cache, job, order)
+        supervisor = Supervisor(job, cache, lock, forks, order)
         supervisor.asks_failed_again = has_failed_units(cache)
         supervisor.start(is_complete=not has_more)
     except CacheStreamError as error:
@@ -444,8 +520,9 @@ def _begin(server: ForkServer, answer: BinaryIO) -> Supervisor | None:
     try:
         with answer:
             write_frame(answer, "ready")
-    except BrokenPipeError:
-        return None  # the caller has died
+    except BrokenPipeError:  # the caller has died
+        supervisor.abandon()
+        return None
     logger.info("started, %d left-over files removed", removed)
     detach_from_terminal()
     return supervisor

@@ -213,8 +213,6 @@ def start_worker(
     engine: str = "local",
     ray_options: Mapping[str, Any] | None = None,
     share: str | None = None,
-    replicas: int | None = None,
-    exchange: float = 0.0,
     share_required: bool = False,
     **unknown: object,
 ) -> Worker:
@@ -253,8 +251,6 @@ def start_worker(
         ray_options: options of these actors, such as `{"num_cpus": 2}`, as `ray.remote` takes them.
         share: the name of a group of caches in a Ray cluster that fill from one source with one transform, order
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
-        replicas: the number of caches of the group that keep a shard (default: all).
-        exchange: the share of the cache's shards that shards of others replace each epoch, from 0 to below 1.
         share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
             away later. Else a warning says so, and each cache reads all of the remote.
         unknown: refused; the error suggests the right name.
@@ -278,8 +274,6 @@ def start_worker(
         engine=engine,
         ray_options=ray_options,
         share=share,
-        replicas=replicas,
-        exchange=exchange,
         share_required=share_required,
         holdout=holdout,
     )
@@ -422,6 +416,6 @@ def _difference(cache: Cache, job: Job) -> str:
     if running != wanted:
         return (
             f"a worker is filling {cache.path} with {running}, not {wanted}; give all processes that use one cache "
-            "the same engine=, share=, replicas= and exchange=, or stop that worker first"
+            "the same engine= and share=, or stop that worker first"
         )
     return ""

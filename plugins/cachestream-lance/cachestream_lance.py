@@ -11,18 +11,29 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.config import check_mapping, whole_number
-from cachestream.errors import CacheStreamError, ConfigError, SourceUnavailableError
-from cachestream.listing.names import Names
-from cachestream.listing.patterns import absolute
-from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
-from cachestream.sources.decode.arrow import Batch, Columns
-from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.decode.table_columns import ColumnOptions, table_rows
-from cachestream.sources.fields import Defaults
-from cachestream.transport import metering
-from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import map_errors, redact, redact_text
+from cachestream.sources.api import (
+    Batch,
+    CacheStreamError,
+    ColumnOptions,
+    Columns,
+    ConfigError,
+    Defaults,
+    File,
+    FileList,
+    FilesSource,
+    Format,
+    ImageOptions,
+    Item,
+    Part,
+    Size,
+    SourceUnavailableError,
+    absolute,
+    check_count,
+    check_mapping,
+    fetched,
+    redact_text,
+    table_rows,
+)
 
 _BATCH_BYTES: Final = 8 << 20
 # The names of s3fs's options → those of Lance's own client (object_store).
@@ -46,7 +57,104 @@ def _lance() -> Any:
         raise ConfigError(f"LanceSource needs pylance: pip install pylance ({error})") from error
 
 
-class LanceSource:
+class LanceFormat(Format):
+    """A Lance dataset, which is one file: see `LanceSource`. A part is "FRAGMENT#FIRST+ROWS"."""
+
+    name = "lance"
+    nouns = ("dataset", "unit")
+
+    def __init__(self, options: ColumnOptions, version: int | str | None, unit_rows: int) -> None:
+        self._options, self.images = options, options.images
+        self._version, self._most = version, check_count("unit_rows", unit_rows)
+        self.identity = options.identity
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._opened: Any = None
+        self._chosen: tuple[Columns, tuple[str, ...]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_lock", "_pid", "_opened", "_chosen")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def find(self, urls: Any, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
+        if not isinstance(urls, str | os.PathLike):
+            raise ConfigError(f"{owner} takes the path or URL of one dataset, not a {type(urls).__name__}")
+        self._url, self._storage = absolute(os.fspath(urls)).rstrip("/"), _lance_options(storage_options)
+        return FileList.of_one(self._url, storage_options)
+
+    def parts(self, file: File) -> Sequence[str]:
+        dataset = self._open(file)
+        self._version = dataset.version
+        fragments = [
+            (one.fragment_id, one.count_rows(), one.num_deletions) for one in dataset.get_fragments()
+        ]
+        # Fragments are never changed: rows that are deleted are marked beside them, and so named here.
+        return [
+            f"{fragment}{f'-{deleted}' if deleted else ''}#{first}+{min(self._most, rows - first)}"
+            for fragment, rows, deleted in fragments
+            for first in range(0, rows, self._most)
+        ]
+
+    def prefix(self, file: File, part: Part) -> str:
+        return f"{_place(part)[0]}#"
+
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the rows of a part, as `Rows` where all of a batch are usable and have the same shapes."""
+        return table_rows(self._batches(file, part), _place(part)[1])
+
+    def _batches(self, file: File, part: Part) -> Iterator[Batch]:
+        """Yield the rows of a part in batches of at most about _BATCH_BYTES."""
+        fragment, first, count = _place(part)
+        dataset = self._open(file)
+        chosen = self._chosen
+        assert chosen is not None
+        with self._errors_mapped(file):
+            found = dataset.get_fragment(fragment).to_batches(
+                columns=list(chosen[1]), offset=first, limit=count, batch_readahead=1
+            )
+            for batch in found:
+                fetched(batch.nbytes)
+                step = max(1, batch.num_rows * _BATCH_BYTES // max(1, batch.nbytes))
+                for start in range(0, batch.num_rows, step):
+                    piece = batch.slice(start, step)
+                    yield (piece.num_rows, *chosen[0].fields(piece))
+
+    def _open(self, file: File) -> Any:
+        """Return the dataset, opened once in a process: Lance's threads do not survive a fork."""
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            if self._opened is None:
+                with self._errors_mapped(file):
+                    opened = _lance().dataset(
+                        self._url, version=self._version, storage_options=self._storage or None
+                    )
+                    self._chosen = self._options.choose(opened.schema, file.where)
+                self._opened = opened
+            return self._opened
+
+    @contextmanager
+    def _errors_mapped(self, file: File) -> Iterator[None]:
+        with file.errors_mapped():
+            try:
+                yield
+            except CacheStreamError:
+                raise
+            except Exception as error:
+                self._opened = None
+                text = redact_text(str(error))
+                if any(word in text.lower() for word in _TRANSIENT):
+                    raise SourceUnavailableError(f"{file.where}: {text[:500]}") from None
+                raise
+
+
+class LanceSource(FilesSource):
     """The rows of a Lance dataset; a unit is a range of rows in one of its fragments.
 
     url: the folder of a dataset, "data.lance", local or on a store that Lance reads (s3://, gs://, az://).
@@ -78,111 +186,24 @@ class LanceSource:
         crop: Size | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(url, str | os.PathLike):
-            raise ConfigError(f"LanceSource takes the path or URL of one dataset, not a {type(url).__name__}")
-        most = whole_number(unit_rows)
-        if most is None or most < 1:
-            raise ConfigError(f"unit_rows={unit_rows!r}: give a whole number, 1 or more")
-        self._defaults, images = Defaults(fields), ImageOptions(resize, crop)
-        self._options = ColumnOptions(columns, decode_images, images, nulls, self._defaults.values)
-        self._url = absolute(os.fspath(url)).rstrip("/")
-        self._shown = redact(self._url)
-        self._storage = _lance_options(storage_options)
-        self._secrets = Remote(self._url, storage_options).secrets
-        self._version = version
-        self._reset()
-        dataset = self._open()
-        self._version = dataset.version
-        converter, self._names = self._options.choose(dataset.schema, self._shown)
-        self._columns: Columns | None = converter
-        counts = [(one.fragment_id, one.count_rows(), one.num_deletions) for one in dataset.get_fragments()]
-        self._units = [
-            (fragment, first, min(most, rows - first))
-            for fragment, rows, _ in counts
-            for first in range(0, rows, most)
-        ]
-        if not self._units:
-            raise ConfigError(f"{self._shown}: the dataset has no rows")
-        self.num_units, self.num_rows = len(self._units), sum(rows for _, rows, _ in counts)
-        # Fragments are never changed: rows that are deleted are marked beside them, and so named here.
-        deleted = {fragment: f"-{deletions}" if deletions else "" for fragment, _, deletions in counts}
-        self.first_names = Names(f"{one}{deleted[one]}#{first}+{rows}" for one, first, rows in self._units)
-        self.listing_digest = self.first_names.digest
-        options = (*self._options.identity, *images.identity, *self._defaults.identity)
-        self.fingerprint = "lance:" + "|".join((self._shown, *options))
+        images = ImageOptions(resize, crop)
+        options = ColumnOptions(columns, decode_images, images, nulls, Defaults(fields).values)
+        super().__init__(LanceFormat(options, version, unit_rows), url, storage_options, fields)
 
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._opened: Any = None
-        self._pid = os.getpid()
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return sum(int(name.rpartition("+")[2]) for name in self.first_names)
 
-    def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_lock", "_opened", "_pid", "_columns")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+    def _size(self) -> str:
+        return f", {self.num_rows:,} rows"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-        self._columns = None  # made from the schema when the dataset is opened
 
-    def _open(self) -> Any:
-        """Return the dataset, opened once in a process: Lance's threads do not survive a fork."""
-        if self._pid != os.getpid():
-            self._reset()
-        with self._lock:
-            if self._opened is None:
-                with self._errors_mapped():
-                    self._opened = _lance().dataset(
-                        self._url, version=self._version, storage_options=self._storage or None
-                    )
-            return self._opened
-
-    @contextmanager
-    def _errors_mapped(self, one_of_many: bool = False) -> Iterator[None]:
-        with map_errors(self._shown, one_of_many=one_of_many, secrets=self._secrets):
-            try:
-                yield
-            except CacheStreamError:
-                raise
-            except Exception as error:
-                self._opened = None
-                text = redact_text(str(error), self._secrets)
-                if any(word in text.lower() for word in _TRANSIENT):
-                    raise SourceUnavailableError(f"{self._shown}: {text[:500]}") from None
-                raise
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the rows of a unit in order. Raises as `Source.read`."""
-        return one_by_one(self.read_rows(unit, rng))
-
-    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
-        """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
-        check_unit(self, unit, self.num_units)
-        fragment, first, count = self._units[unit]
-        problems = Problems(f"{self._shown}: fragment {fragment}")
-        rows = table_rows(self._batches(fragment, first, count), str(fragment), first, problems)
-        yield from self._defaults.fill_all(rows)
-        problems.raise_any()
-
-    def _batches(self, fragment: int, first: int, count: int) -> Iterator[Batch]:
-        """Yield the rows of a fragment from `first` on in batches of at most about _BATCH_BYTES."""
-        dataset = self._open()
-        columns = self._columns
-        if columns is None:
-            columns = self._columns = self._options.choose(dataset.schema, self._shown)[0]
-        with self._errors_mapped(one_of_many=True):
-            found = dataset.get_fragment(fragment).to_batches(
-                columns=list(self._names), offset=first, limit=count, batch_readahead=1
-            )
-            for batch in found:
-                metering.fetched(batch.nbytes)
-                step = max(1, batch.num_rows * _BATCH_BYTES // max(1, batch.nbytes))
-                for start in range(0, batch.num_rows, step):
-                    part = batch.slice(start, step)
-                    yield (part.num_rows, *columns.fields(part))
-
-    def __repr__(self) -> str:
-        return f"<LanceSource {self._shown}, version {self._version}, {self.num_rows:,} rows>"
+def _place(part: Part) -> tuple[int, int, int]:
+    """Return the fragment of a part, its first row in it, and the number of rows."""
+    fragment, _, rows = part.name.partition("#")
+    first, _, count = rows.partition("+")
+    return int(fragment.partition("-")[0]), int(first), int(count)
 
 
 def _lance_options(options: Mapping[str, Any] | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import cachestream as cs
-from cachestream.sources.base import Rows
+from cachestream.sources.api import Rows
 from cachestream.testing import check_source
 from cachestream_lance import LanceSource
 from tests.support.s3 import S3Server, run_s3_server

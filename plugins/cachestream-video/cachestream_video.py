@@ -10,13 +10,23 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import whole_number
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url
-from cachestream.sources.base import Problems, check_unit
-from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.user_code import fingerprint_of, guard_user_code
-from cachestream.transport.file_objects import open_file
+from cachestream.sources.api import (
+    ConfigError,
+    File,
+    FileList,
+    FilesSource,
+    Format,
+    ImageOptions,
+    Item,
+    Part,
+    SampleError,
+    Size,
+    Skipped,
+    Url,
+    check_count,
+    fingerprint_of,
+    guard_user_code,
+)
 
 ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
 _CLIP_READ_BYTES: Final = 256 << 10  # of one request, where clips are drawn
@@ -35,7 +45,71 @@ def _torchcodec() -> Any:
         ) from error
 
 
-class VideoSource:
+class VideoFormat(Format):
+    """Videos: see `VideoSource` for the options."""
+
+    name = "video"
+    endings = ENDINGS
+
+    def __init__(
+        self,
+        frames: int,
+        step: int,
+        stride: int | None,
+        clips: int | None,
+        label: Callable[[str], Any] | None,
+        images: ImageOptions,
+        extensions: str | Iterable[str] | None,
+    ) -> None:
+        self._frames, self._step = check_count("frames", frames), check_count("step", step)
+        self._stride = check_count("stride", self._frames * self._step if stride is None else stride)
+        self._clips = None if clips is None else check_count("clips", clips)
+        if label is not None and not callable(label):
+            raise ConfigError(f"label={label!r}: give a function of the path, or None")
+        self._label, self.images, self._extensions = label, images, extensions
+        _torchcodec()
+        self.identity = [f"clip={self._frames},{self._step},{self._stride},{self._clips}"]
+        self.identity += [f"label={fingerprint_of(label)}"] if label is not None else []
+
+    def find(self, urls: Any, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
+        return FileList(
+            urls, storage_options, owner=owner, extensions=self._extensions, preferred=self.endings
+        )
+
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the clips of a file, in the order of their first frames."""
+        read_bytes = _FILE_READ_BYTES if self._clips is None else _CLIP_READ_BYTES
+        label = {}
+        if self._label is not None:
+            with guard_user_code(f"label({file.key!r})"):
+                label = {"label": self._label(file.key)}
+        with file.opened(read_bytes) as opened:
+            decoder = _Decoder(opened)
+            for start in self._starts(decoder, rng):
+                try:
+                    video, seconds = decoder.clip(start + self._step * np.arange(self._frames))
+                except (RuntimeError, IndexError, ValueError) as error:
+                    opened.raw.raise_error()  # type: ignore[attr-defined]
+                    yield Skipped(f"clip at frame {start}: {str(error)[:200]}")
+                    continue
+                if self.images.identity:
+                    video = np.stack([self.images.apply(frame) for frame in video])
+                yield start, {"video": video, "seconds": seconds, **label}
+
+    def _starts(self, decoder: _Decoder, rng: np.random.Generator) -> Iterator[int]:
+        """Yield the first frames of the clips, in ascending order."""
+        span = (self._frames - 1) * self._step + 1
+        count = (decoder.num_frames - span) // self._stride + 1
+        if count < 1:
+            raise SampleError(f"a clip takes {span} frames, it has {decoder.num_frames}")
+        drawn: Iterable[int] = range(count)
+        if self._clips is not None and self._clips < count:
+            drawn = np.sort(rng.choice(count, self._clips, replace=False)).tolist()
+        for number in drawn:
+            yield number * self._stride
+
+
+class VideoSource(FilesSource):
     """Clips of videos; a unit is a file.
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
@@ -72,61 +146,9 @@ class VideoSource:
         extensions: str | Iterable[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._frames, self._step = _at_least_one("frames", frames), _at_least_one("step", step)
-        self._stride = _at_least_one("stride", self._frames * self._step if stride is None else stride)
-        self._clips = None if clips is None else _at_least_one("clips", clips)
-        if label is not None and not callable(label):
-            raise ConfigError(f"label={label!r}: give a function of the path, or None")
-        self._label, self._images = label, ImageOptions(resize, crop)
-        _torchcodec()
-        self._files = FileList(
-            urls, storage_options, owner="VideoSource", extensions=extensions, preferred=ENDINGS
-        )
-        self.num_units = len(self._files)
-        options = [f"clip={self._frames},{self._step},{self._stride},{self._clips}", *self._images.identity]
-        options += [f"label={fingerprint_of(label)}"] if label is not None else []
-        self.fingerprint = "video:" + "|".join((*self._files.identity, *options))
-        self.first_names, self.listing_digest = self._files.names, self._files.digest
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the clips of a file, in the order of their first frames. Raises as `Source.read`."""
-        check_unit(self, unit, self.num_units)
-        key, where = self._files.key(unit), self._files.where(unit)
-        read_bytes = _FILE_READ_BYTES if self._clips is None else _CLIP_READ_BYTES
-        label = {}
-        if self._label is not None:
-            with guard_user_code(f"label({key!r})"):
-                label = {"label": self._label(key)}
-        problems = Problems(where)
-        files = self._files
-        with open_file(files.remote, files.path(unit), files.where(unit), read_bytes) as file:
-            decoder = _Decoder(file)
-            for start in self._starts(decoder, where, rng):
-                try:
-                    video, seconds = decoder.clip(start + self._step * np.arange(self._frames))
-                except (RuntimeError, IndexError, ValueError) as error:
-                    file.raw.raise_error()  # type: ignore[attr-defined]
-                    problems.add(f"clip at frame {start}: {str(error)[:200]}")
-                    continue
-                if self._images.identity:
-                    video = np.stack([self._images.apply(frame) for frame in video])
-                yield f"{key}#{start}", {"video": video, "seconds": seconds, **label}
-        problems.raise_any()
-
-    def _starts(self, decoder: _Decoder, where: str, rng: np.random.Generator) -> Iterator[int]:
-        """Yield the first frames of the clips, in ascending order."""
-        span = (self._frames - 1) * self._step + 1
-        count = (decoder.num_frames - span) // self._stride + 1
-        if count < 1:
-            raise SampleError(f"{where}: a clip takes {span} frames, it has {decoder.num_frames}")
-        drawn: Iterable[int] = range(count)
-        if self._clips is not None and self._clips < count:
-            drawn = np.sort(rng.choice(count, self._clips, replace=False)).tolist()
-        for number in drawn:
-            yield number * self._stride
-
-    def __repr__(self) -> str:
-        return f"<VideoSource {self._files.shown}, {self.num_units:,} files, clips of {self._frames} frames>"
+        images = ImageOptions(resize, crop)
+        format = VideoFormat(frames, step, stride, clips, label, images, extensions)  # noqa: A001
+        super().__init__(format, urls, storage_options)
 
 
 class _Decoder:
@@ -157,10 +179,3 @@ class _Decoder:
             self._is_scanned = True
             found = self._decoder.get_frames_played_at(times)
         return found.data.numpy(), float(found.pts_seconds[0])
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    number = whole_number(value)
-    if number is None or number < 1:
-        raise ConfigError(f"{name}={value!r}: give a whole number, 1 or more")
-    return number

@@ -20,14 +20,13 @@ from benchmarks.record import Record, load
 from benchmarks.scale_out import __main__ as main
 from benchmarks.scale_out import cluster
 from benchmarks.scale_out.cluster import simulate
-from benchmarks.scale_out.contents import trade, units_between
+from benchmarks.scale_out.contents import units_between
 from benchmarks.scale_out.link import Link
-from benchmarks.scale_out.report import ARRANGEMENTS, GUIDE, TABLE, calibration_of, check, figures_of, table
-from benchmarks.scale_out.values import ALL, FIT, Arrangement, Calibration, Outcome, Setup
+from benchmarks.scale_out.report import GUIDE, TABLE, calibration_of, check, figures_of, table
+from benchmarks.scale_out.values import Arrangement, Calibration, Outcome, Setup
 from cachestream.worker.order import Partition, PassPlan
 
-ALONE, SHARE = Arrangement("alone", 0), Arrangement("share", ALL)
-PARTITION, TWICE = Arrangement("partition", 1), Arrangement("replicas=2", 2)
+ALONE, PARTITION, SHARE = Arrangement
 SPEEDS = Calibration(1e8, 2e8, 0.01, 0.001, "assumed")
 SHARDS = 120
 # 120 shards of 8 MB, all of which a cache holds; 4 nodes use the whole of the link.
@@ -121,41 +120,20 @@ def test_the_positions_of_a_pass_are_all_units_of_a_share_and_those_after_them_b
     assert len(again) == length
 
 
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    st.floats(0.0, 1.0),
-    st.integers(0, 9),
-    st.integers(1, 9),
-)
-def test_an_exchange_loses_nothing_and_doubles_nothing(
-    sizes: list[int], share: float, seed: int, epoch: int
-) -> None:
-    bounds = np.cumsum([0, *sizes])
-    contents = [np.arange(start, start + size) for start, size in zip(bounds.tolist(), sizes, strict=False)]
-    traded = trade(contents, share, seed, epoch)
-    assert [len(held) for held in traded] == sizes
-    assert sorted(np.concatenate(traded).tolist()) == list(range(sum(sizes)))
-    if share > 0 and len(sizes) > 1:
-        count = math.ceil(share * min(sizes))
-        kept = [len(np.intersect1d(old, new)) for old, new in zip(contents, traded, strict=True)]
-        assert kept == [size - count for size in sizes]
-
-
 # --- runs
 
 
 @pytest.mark.e2e
-@given(node_counts, st.integers(2, 5))
+@given(node_counts)
 def test_sharing_reads_the_data_set_once_and_filling_alone_once_for_each_node(
-    nodes: int, replicas: int
+    nodes: int,
 ) -> None:
     setup = sized(WHOLE, nodes=nodes)
     whole_bytes = SHARDS * setup.fetched_bytes
-    for arrangement in (SHARE, PARTITION, Arrangement("", replicas), Arrangement("", FIT)):
+    for arrangement, copies in ((SHARE, nodes), (PARTITION, 1)):
         outcome = simulate(setup, arrangement)
         assert outcome.egress_bytes == pytest.approx(whole_bytes, rel=1e-6)
         assert outcome.distinct_samples == SHARDS * setup.samples_per_shard
-        copies = arrangement.copies(setup)
         assert outcome.copied_bytes == SHARDS * (copies - 1) * setup.shard_bytes
         assert outcome.seen_share == pytest.approx(copies / nodes)
     alone = simulate(setup, ALONE)
@@ -164,7 +142,7 @@ def test_sharing_reads_the_data_set_once_and_filling_alone_once_for_each_node(
 
 
 @pytest.mark.e2e
-@given(node_counts, st.sampled_from(ARRANGEMENTS), st.floats(1.0, 10.0))
+@given(node_counts, st.sampled_from(Arrangement), st.floats(1.0, 10.0))
 def test_no_arrangement_is_slower_with_more_bandwidth(
     nodes: int, arrangement: Arrangement, faster: float
 ) -> None:
@@ -179,7 +157,7 @@ def test_no_arrangement_is_slower_with_more_bandwidth(
 
 
 @pytest.mark.e2e
-@given(st.integers(2, 40), st.sampled_from(ARRANGEMENTS), st.floats(5e2, 1e5))
+@given(st.integers(2, 40), st.sampled_from(Arrangement), st.floats(5e2, 1e5))
 def test_failures_only_add(nodes: int, arrangement: Arrangement, mtbf_s: float) -> None:
     calm = simulate(sized(WHOLE, nodes=nodes), arrangement)
     failing = simulate(sized(WHOLE, nodes=nodes, mtbf_s=mtbf_s), arrangement)
@@ -192,8 +170,7 @@ def test_failures_only_add(nodes: int, arrangement: Arrangement, mtbf_s: float) 
 
 def test_a_shard_that_another_node_keeps_is_never_read_again() -> None:
     setup = sized(WHOLE, nodes=10, mtbf_s=10 * WHOLE.duration_s)  # one failure, long after all are full
-    for arrangement in (SHARE, TWICE):
-        assert simulate(setup, arrangement).reread_bytes == 0
+    assert simulate(setup, SHARE).reread_bytes == 0
     lost = simulate(setup, PARTITION)
     assert lost.reread_bytes == SHARDS // 10 * setup.fetched_bytes
     assert simulate(setup, ALONE).reread_bytes == SHARDS * setup.fetched_bytes
@@ -205,18 +182,17 @@ def test_caches_that_hold_a_part_draw_from_as_much_as_they_hold_together() -> No
     samples = setup.samples_per_shard
     assert setup.shards_in_cache == 20
     assert simulate(setup, SHARE).distinct_samples == 20 * samples
-    assert simulate(setup, TWICE).distinct_samples == 40 * samples
     assert simulate(setup, PARTITION).distinct_samples == 80 * samples
     assert 20 * samples < simulate(setup, ALONE).distinct_samples < 80 * samples
 
 
 @pytest.mark.e2e
-@given(st.integers(1, 30), st.integers(2, 6), st.floats(5e2, 1e5))
+@given(st.integers(1, 30), st.floats(5e2, 1e5))
 def test_no_cache_of_a_group_is_over_its_limit_or_holds_a_shard_twice_though_nodes_fail(
-    nodes: int, replicas: int, mtbf_s: float
+    nodes: int, mtbf_s: float
 ) -> None:
     setup = sized(PART, nodes=nodes, mtbf_s=mtbf_s)
-    group = cluster._Group(setup, Arrangement("", replicas))
+    group = cluster._Group(setup)
     for until_s in np.linspace(5.0, setup.duration_s, 12).tolist():
         group.env.run(until=until_s)
         assert group.kept.shape == (nodes, setup.shards_in_cache)
@@ -225,16 +201,12 @@ def test_no_cache_of_a_group_is_over_its_limit_or_holds_a_shard_twice_though_nod
             assert len(np.unique(positions)) == len(positions)
 
 
-def test_turnover_shows_a_node_more_for_more_egress_and_exchange_shows_more_for_none() -> None:
+def test_turnover_shows_a_node_more_for_more_egress() -> None:
     frozen, turning = sized(PART, turnover=0.0), sized(PART, turnover=0.25)
-    for arrangement in (ALONE, PARTITION, TWICE, SHARE):
+    for arrangement in Arrangement:
         before, after = simulate(frozen, arrangement), simulate(turning, arrangement)
         assert after.seen_share > before.seen_share
         assert after.egress_bytes > before.egress_bytes
-    before, after = simulate(WHOLE, PARTITION), simulate(WHOLE, Arrangement("", 1, exchange=0.1))
-    assert after.seen_share > 1.5 * before.seen_share
-    assert after.egress_bytes == pytest.approx(before.egress_bytes)
-    assert after.distinct_samples == before.distinct_samples
 
 
 def random_neighbours(nodes: int, shards: int, copy_s: float, seed: int) -> float:
@@ -289,12 +261,10 @@ def test_the_formulas_of_the_guide_give_the_times_of_the_model(nodes: int) -> No
     assert simulate(setup, PARTITION).full_s == pytest.approx(
         min(data, nodes * limit) / min(job, nodes * node), rel=0.05
     )
-    for arrangement in (TWICE, SHARE):
-        copies = arrangement.copies(setup)
-        group = min(data, nodes * limit / copies)
-        copied = group * (copies - 1) / nodes / setup.fetched_bytes
-        expected_s = max(group / min(job, nodes * node), copied * setup.copy_s)
-        assert simulate(setup, arrangement).full_s == pytest.approx(expected_s, rel=0.1)
+    group = min(data, limit)
+    copied = group * (nodes - 1) / nodes / setup.fetched_bytes
+    expected_s = max(group / min(job, nodes * node), copied * setup.copy_s)
+    assert simulate(setup, SHARE).full_s == pytest.approx(expected_s, rel=0.1)
 
 
 # --- calibration and figures
@@ -338,11 +308,6 @@ def test_a_figure_that_was_not_measured_is_named() -> None:
         calibration_of({name: values for name, values in MEASURED.items() if name != "decode_s"})
 
 
-def test_an_exchange_is_refused_where_it_is_not_modelled() -> None:
-    with pytest.raises(ValueError, match=r"exchange=0\.1 with replicas=2"):
-        Arrangement("", 2, exchange=0.1)
-
-
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_run_emits_the_figures_of_every_arrangement_and_says_when_it_is_not_compared(
     is_measured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -358,7 +323,7 @@ def test_a_run_emits_the_figures_of_every_arrangement_and_says_when_it_is_not_co
     assert ("worst_ratio" in figures) == is_measured
     assert ("3 nodes, share / full_s, model to measured" in figures) == is_measured
     assert ("the model is not compared" in told.err) != is_measured
-    assert {f"3 nodes, {one.name} / egress (TB)" for one in ARRANGEMENTS} <= set(figures)
+    assert {f"3 nodes, {one.value} / egress (TB)" for one in Arrangement} <= set(figures)
 
 
 def test_the_table_of_the_guide_is_what_the_record_makes() -> None:

@@ -285,6 +285,40 @@ def test_somebody_elses_directory_is_refused_and_a_cache_without_write_access_is
     assert said[2:] == ["CacheError True"] * 3 + [str(NUM_SAMPLES)]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a cache to somebody else")
+def test_root_looks_at_a_users_cache_and_changes_nothing_in_it(
+    new_path: Callable[[], Path], tmp_path: Path
+) -> None:
+    path, empty = new_path(), tmp_path / "empty"
+    empty.mkdir()
+    for one in (empty, path, *path.rglob("*")):
+        os.chown(one, 1234, 1234)
+    before = sorted((file, file.stat().st_uid, file.stat().st_size) for file in path.rglob("*"))
+    with cs.Cache(path) as cache:
+        assert (cache.num_samples, cache.status().num_samples, cache.verify().ok) == (
+            NUM_SAMPLES,
+            NUM_SAMPLES,
+            True,
+        )
+        changes: list[Callable[[], object]] = [
+            cache.snapshot,
+            cache.clear,
+            lambda: cache.evict(to=0),
+            lambda: cs.Cache(path, "3MB"),
+            lambda: cache.verify(repair=True),
+            lambda: cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1),
+        ]
+        for change in changes:
+            with pytest.raises(
+                cs.CacheError, match=r"belongs to another user \(uid 1234\).*run as this user"
+            ):
+                change()
+    assert sorted((file, file.stat().st_uid, file.stat().st_size) for file in path.rglob("*")) == before
+    with pytest.raises(cs.ConfigError, match=r"belongs to another user \(uid 1234\); choose a directory"):
+        cs.Cache(empty)
+    assert not os.listdir(empty)
+
+
 # --- what is there
 
 

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 import cachestream as cs
+from tests.contract.conftest import NUM_SAMPLES
+from tests.contract.loader_acts import PATIENCE_S, Ranks
 
 SAMPLES = 96
 
@@ -186,3 +189,28 @@ def test_the_threads_of_batch_transforms_leave_torchs_number_of_threads_alone(
         [sys.executable, script, cache.path], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.split() == ["4", "4"]
+
+
+def draws_of_its_own(path: Path) -> tuple[list[int], bool]:
+    """An epoch of this rank by a function that draws from torch's global generator, and whether that stayed as it was."""
+    torch.manual_seed(7 + torch.distributed.get_rank())
+    with cs.Cache(path) as cache:
+        options: dict[str, Any] = {
+            "sampler": lambda dataset: torch.randperm(len(dataset)),
+            "timeout_s": PATIENCE_S,
+        }
+        with cs.EpochLoader(cache, 10, **options) as loader:
+            before = torch.get_rng_state()
+            drawn = [n for batch in loader for n in batch["number"].tolist()]
+            return drawn, torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sampler_leaves_the_trainers_random_numbers_alone_on_several_ranks(
+    two_ranks: Ranks, new_path: Callable[[], Path]
+) -> None:
+    (first, left_first), (second, left_second) = two_ranks.run(draws_of_its_own, new_path())
+    assert left_first
+    assert left_second
+    assert len(first) == len(second) == NUM_SAMPLES // 2
+    assert sorted(first + second) == list(range(NUM_SAMPLES))
+    assert first != sorted(first)

@@ -1,4 +1,4 @@
-"""Invariant 6: the catalogue can be lost. Shards describe themselves, and the settings have a copy.
+"""Invariant 6: the catalogue can be lost. Shards describe themselves, and the settings are not in it.
 
 `test_catalogue_faults.py` damages it beside a worker and a trainer.
 """
@@ -70,3 +70,21 @@ def test_a_pass_that_lost_the_catalogue_half_way_goes_on_where_it_was(tmp_path: 
         if {number, number + 1, number + 2} <= set(before) and number % 3 == 0
     }
     assert len(whole & set(source.units_read[reads:])) <= 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "5", '{"cache_id": 1, "size_limit": "x", "min_free": -1}', "{" * 9999]
+)
+def test_settings_that_were_lost_with_their_copy_are_those_of_a_new_cache_and_it_is_said(
+    new_path: Callable[[], Path], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = new_path()
+    for name in ("cache.json", "cache.spare.json"):
+        (path / name).write_text(text)
+    with cs.Cache(path) as cache:
+        assert numbers_in(cache) == list(range(NUM_SAMPLES))
+        assert cache.eviction == "lru"
+        assert "its limit is" in caplog.text
+        cache.size_limit = "3MB"
+    with cs.Cache(path) as cache:
+        assert cache.size_limit == 3_000_000

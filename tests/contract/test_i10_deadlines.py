@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -97,3 +99,47 @@ def test_samples_that_do_not_come_are_an_error_at_the_deadline(
 def test_a_deadline_that_is_none_is_refused(wrong: Any, cache: cs.Cache) -> None:
     with pytest.raises(cs.ConfigError, match="timeout_s="):
         cs.EpochLoader(cache, 4, timeout_s=wrong)
+
+
+LOCKS = """
+import sqlite3, sys
+catalogue = sqlite3.connect(sys.argv[1], isolation_level=None)
+catalogue.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_wait_ends_at_its_deadline_while_another_process_holds_the_catalogue(cache: cs.Cache) -> None:
+    command = [sys.executable, "-c", LOCKS, str(Path(cache.path, "catalogue.sqlite"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
+        assert locker.stdout is not None
+        assert locker.stdout.readline().strip() == "locked"
+        began_s = time.monotonic()
+        with pytest.raises(cs.CacheStreamError):
+            cache.wait(NUM_SAMPLES + 1, timeout_s=1)
+        assert time.monotonic() - began_s < 5
+        locker.kill()
+
+
+def test_an_eviction_function_that_takes_its_time_holds_no_lock_that_others_wait_for(cache: cs.Cache) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(rows: Sequence[Any]) -> Sequence[Any]:
+        asked.set()
+        assert answer.wait(60)
+        return rows
+
+    mine = cs.Cache(cache.path, eviction=slow)
+    evicting = threading.Thread(target=mine.evict, args=("1MB",))
+    evicting.start()
+    try:
+        assert asked.wait(60)
+        cache.min_free = 1
+        with cache.snapshot() as dataset:
+            assert len(dataset) == NUM_SAMPLES
+    finally:
+        answer.set()
+        evicting.join()
+        mine.close()
+    assert cache.num_samples < NUM_SAMPLES

@@ -20,11 +20,13 @@ import cachestream as cs
 HANGS_S: Final = 60
 KINDS: Final = ("directory", "named pipe", "socket", "symbolic link", "device")
 # Names that are opened as they lie there: the error names what is in their place.
-NAMED: Final = ("catalogue.sqlite", "catalogue.sqlite-journal", "opening.lock", "leases.lock")
+NAMED: Final = ("catalogue.sqlite", "catalogue.sqlite-journal")
 NAMED_BY_WORKERS: Final = ("attach.lock", "supervisor.lock", "launch.lock", "board", "log.txt")
 FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # Names at which only a new file is put, or that are removed or passed over.
 REPLACED: Final = (
+    "opening.lock",  # nobody opens it while the catalogue is sound
+    "cache.spare.json",
     "catalogue.new",
     "catalogue.damaged",
     "cache.json.new",

@@ -142,3 +142,13 @@ def test_evict_and_clear_free_what_they_say(cache: cs.Cache) -> None:
     assert bytes_on_disk(Path(cache.path)) <= cache.size_bytes <= to
     cache.clear()
     assert (cache.num_samples, cache.num_shards) == (0, 0)
+
+
+def test_files_that_the_cache_does_not_know_count_wherever_they_lie(tmp_path: Path) -> None:
+    with cs.Cache(tmp_path / "c", "10MB", min_free=0) as cache:
+        for name in ("shards/notes.bin", "shards/000000900001.shard", "stray.bin"):
+            (tmp_path / "c" / name).write_bytes(bytes(2_000_000))
+        with cs.start_worker(cache, endless, num_workers=1, shard_size="200KB", when_full="stop") as worker:
+            worker.wait(60)
+        assert 7_000_000 < bytes_on_disk(tmp_path / "c") <= 10_000_000
+        assert cache.size_bytes == bytes_on_disk(tmp_path / "c")

@@ -101,3 +101,9 @@ def test_a_full_cache_goes_on_filling_beside_a_reader_that_holds_half_of_it(cach
         with cs.start_worker(cache, numbered(NUM_SAMPLES), num_workers=1, shard_size=SHARD_SIZE) as worker:
             worker.wait(timeout_s=120)
         assert cache.num_samples == NUM_SAMPLES
+
+
+def test_an_epoch_of_many_short_passes_leases_few_of_them_at_a_time(cache: cs.Cache) -> None:
+    """Otherwise nothing of a full cache could be replaced while it is trained on."""
+    with cs.EpochLoader(cache, batch_size=NUM_SAMPLES // 3, epoch_size=30 * NUM_SAMPLES) as loader:
+        assert max(cache.status().leases for _ in loader) <= 5

@@ -115,6 +115,25 @@ def test_batches_of_a_dataset_share_no_memory_either(cache: cs.Cache) -> None:
         check(dataset[:])
 
 
+def test_memory_is_used_again_whatever_the_number_of_fields(tmp_path: Path) -> None:
+    """Nine fields of nine sizes, each too large for the heap of malloc."""
+    rows, source = 4000, [{f"f{i}": np.full(1024 + 16 * i, n, np.uint8) for i in range(9)} for n in range(8)]
+    with (
+        cs.Cache(tmp_path / "c", "4MB", min_free=0) as cache,
+        cs.start_worker(cache, source, num_workers=1) as worker,
+    ):
+        worker.wait(timeout_s=120)
+        sampler: Any = lambda dataset: np.arange(16 * rows) * 7 % len(dataset)  # noqa: E731
+        with cs.EpochLoader(cache, rows, sampler=sampler, prefetch=1, min_samples=1) as loader:
+            batches = iter(loader)
+            for _ in range(6):
+                next(batches)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            assert sum(1 for _ in batches) == 10
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < 10 * 9 * rows * 1024 / 4096 / 4
+
+
 @pytest.mark.parametrize("options", [{}, {"with_keys": True}], ids=["plain", "keys"])
 def test_memory_of_batches_that_are_gone_is_used_again(cache: cs.Cache, options: dict[str, Any]) -> None:
     """A fresh buffer is a fault for each of its pages, of 4 KiB as rows are."""

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed
 from torch.distributed.checkpoint.stateful import Stateful
 
 import cachestream as cs
@@ -274,3 +276,50 @@ def test_an_epoch_of_two_ranks_is_the_same_on_two_and_the_same_samples_in_order_
     in_order = [n for pair in zip(first, second, strict=True) for batch in pair for n in batch]
     with cs.Cache(path) as cache, cs.EpochLoader(cache, BATCH, replay=tmp_path / "run") as loader:
         assert numbers(loader) == in_order
+
+
+def left_early(paths: list[Path], steps: int) -> tuple[list[int], dict[str, Any]]:
+    """The samples of the first batches of an epoch on this rank's own cache, and the state after them."""
+    rank = torch.distributed.get_rank()
+    with cs.Cache(paths[rank]) as cache, cs.EpochLoader(cache, BATCH, timeout_s=PATIENCE_S) as loader:
+        batches = iter(loader)
+        return numbers(next(batches) for _ in range(steps)), loader.state_dict()
+
+
+def test_a_state_of_two_caches_that_goes_on_with_one_says_what_is_missing(
+    two_ranks: Ranks, new_path: Callable[[], Path], tmp_path: Path
+) -> None:
+    paths = [new_path(), tmp_path / "other"]
+    source = [{"x": [0.0] * 8, "number": n} for n in range(1000, 1200)]
+    with (
+        cs.Cache(paths[1], "4MB", min_free=0) as cache,
+        cs.start_worker(cache, source, num_workers=1) as worker,
+    ):
+        worker.wait(timeout_s=PATIENCE_S)
+    (head, state), _ = two_ranks.run(left_early, paths, 3)
+    with (
+        cs.Cache(paths[0]) as cache,
+        pytest.warns(UserWarning, match="^170 samples of epoch 0 are not cached any more"),
+    ):
+        drawn = rest(cache, state)
+    assert sorted(head + drawn) == list(range(NUM_SAMPLES))
+
+
+def test_a_state_in_mid_epoch_holds_a_long_order_once(cache: cs.Cache) -> None:
+    """An order that only a list gives is part of every state: it is not copied, let alone encoded, for each."""
+    size = 300_000
+    with cs.EpochLoader(cache, BATCH, sampler=lambda dataset: np.arange(size) * 7 % len(dataset)) as loader:
+        batches = iter(loader)
+        next(batches)
+        first = loader.state_dict()
+        next(batches)
+        second = loader.state_dict()
+        expected = numbers(next(batches) for _ in range(20))
+    assert first["orders"] is second["orders"]
+    assert len(second["orders"]) < 3 * size
+    assert len(second["segment"]) < 5000
+    with cs.EpochLoader(cache, BATCH, sampler=lambda dataset: range(len(dataset))) as loader:
+        loader.load_state_dict(json.loads(json.dumps(second)))
+        assert loader.epoch == 0
+        batches = iter(loader)
+        assert numbers(next(batches) for _ in range(20)) == expected

@@ -79,6 +79,7 @@ def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fed]:
             # A loader reports four times a second at most: the fourth batch is reported with those before it.
             await_state(lambda: time.time() - reported(cache) > 0.3, "time passes")
             next(batches)
+            await_state(lambda: cache.status().loaders[0].batches == loader.stats.batches, "it is reported")
             yield Fed(cache, worker, loader, sum(file.stat().st_size for file in folder.iterdir()))
             del batches
 

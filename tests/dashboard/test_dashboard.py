@@ -207,8 +207,9 @@ def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(t
                 assert first.status.worker is not None
                 assert first.status.worker.bandwidth_bytes_per_s == 40e6
                 before = loader.stats.samples
-                time.sleep(0.3)
+                time.sleep(0.3)  # until the next report is due
                 list(loader)
+                wait_until(lambda: cache.status().loaders[0].samples > before, "the second epoch is reported")
                 now_s[0] += 0.5
                 assert watch.look() is first
                 now_s[0] += 4.5

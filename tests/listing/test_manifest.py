@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream.errors import ConfigError, SourceError
+from cachestream.formats.files import FileSource
+from cachestream.formats.tar import TarSource
 from cachestream.listing.manifest import LabelsBuilder, Manifest
 from cachestream.listing.names import Names
-from cachestream.sources.files import FileSource
-from cachestream.sources.tar import TarSource
 from cachestream.testing.checks import check_source
 from tests.sources.tars import make, numbered
 from tests.support.s3 import S3Server
@@ -246,7 +246,7 @@ def test_names_that_come_one_by_one_are_those_of_a_list(names: list[str]) -> Non
 def test_a_million_names_cost_their_bytes(tmp_path: Path) -> None:
     """Measured in a process of its own: the highest memory above what importing takes."""
     code = (
-        "import resource, sys; import cachestream as cs; from cachestream.sources.files import FileSource\n"
+        "import resource, sys; import cachestream as cs; from cachestream.formats.files import FileSource\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
         "before = peak(); source = FileSource(cs.Manifest(sys.argv[1]), label=None)\n"
         "print(source.num_units, source._files.names.nbytes // 2**20, peak() - before)\n"

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream.errors import ConfigError, SourceError
+from cachestream.formats.files import FileSource
 from cachestream.listing.file_list import FileList
 from cachestream.listing.find import find_files
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import expand_braces, local_path
-from cachestream.sources.files import FileSource
 from cachestream.transport.remote import Remote
 from tests.sources.reading import keys
 from tests.support.caches import add_shard, numbered

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.formats.files import FileSource
 from cachestream.listing.names import Names
 from cachestream.listing.pages import PAGE_NAMES, S3Listing
 from cachestream.sources.base import as_incremental, is_source, units_of
-from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
 from cachestream.transport.remote import Remote
 from tests.sources.reading import keys

@@ -12,11 +12,11 @@ import fsspec
 import pytest
 
 from cachestream.errors import SourceError, SourceUnavailableError
+from cachestream.formats.files import FileSource
 from cachestream.listing import pages as pages_module
 from cachestream.listing.names import Page
 from cachestream.listing.pages import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_pages
 from cachestream.sources.base import as_incremental
-from cachestream.sources.files import FileSource
 from cachestream.transport.remote import Remote
 from tests.sources.reading import keys, read, read_all
 from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachestream.formats.files import FileSource
 from cachestream.listing.pages import MOST_FOLLOWING, Folder, LocalFolders, in_order
-from cachestream.sources.files import FileSource
 from tests.sources.reading import keys
 
 NAME = st.text(st.sampled_from("a-./0é\udcff\U0001f600".replace("/", "")), min_size=1, max_size=3)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cachestream.errors import SampleError
+from cachestream.formats.files import FileSource
 from cachestream.sources.base import Source, units_of
-from cachestream.sources.files import FileSource
 
 __all__ = ["keys", "read", "read_all", "read_unit", "record_places"]
 

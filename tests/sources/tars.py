@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cachestream.errors import SampleError
-from cachestream.sources.tar import TarSource
+from cachestream.formats.tar import TarSource
 
 RNG = np.random.default_rng(0)
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import pytest
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
+from cachestream.formats.files import FileSource
 from cachestream.sources.arrays import ArraySource
-from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
 
 h5py: Any = pytest.importorskip("h5py")
@@ -418,7 +418,7 @@ def test_options_that_cannot_work_are_config_errors(written: Path) -> None:
         ({"image": image, "mask": [image, image]}, {"window": 5}, "equally many"),
         (written / "text.npy", {"window": 1}, "dtype <U1"),
         (written / "one.npy", {"window": 1}, "single value"),
-        ("x.bin", {"window": 1}, "reads .npy"),
+        ("x.bin", {"window": 1}, r"ArraySource reads .*\.npy"),
         (f"{written}/plain.h5::/image", {"window": 5, "dataset": "image"}, "not both"),
     ]
     for arrays, options, message in cases:

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
+from cachestream.formats.parquet import ParquetSource
 from cachestream.sources.arrays import ArraySource
-from cachestream.sources.parquet import ParquetSource
 from cachestream.testing.checks import check_source
 from cachestream.transport import metering, remote_object
 from cachestream.transport.remote_object import merge_spans

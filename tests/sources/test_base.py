@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -79,20 +79,20 @@ def test_a_listing_is_completed_where_all_units_are_needed_and_only_there() -> N
     assert has_units(source, 9, Names(NAMES).digest)
 
 
+OF_FILES: Final = {NamedSource, ColumnarSource, DivisibleSource}
+
+
 @pytest.mark.parametrize(
     ("make", "abilities"),
     [
         (
             lambda folder: cs.FileSource(folder, extensions="*"),
-            {LabelledSource, NamedSource, IncrementalSource},
+            {LabelledSource, IncrementalSource, *OF_FILES},
         ),
-        (lambda folder: cs.TarSource(folder / "a.tar"), {NamedSource, DivisibleSource}),
-        (
-            lambda folder: cs.TFRecordSource(folder / "a.tfrecord"),
-            {NamedSource, ColumnarSource, DivisibleSource},
-        ),
-        (lambda folder: cs.CacheSource(folder / "cache"), {NamedSource, ColumnarSource}),
-        (lambda folder: cs.LinesSource(folder / "a.jsonl"), {NamedSource}),
+        (lambda folder: cs.TarSource(folder / "a.tar"), OF_FILES),
+        (lambda folder: cs.TFRecordSource(folder / "a.tfrecord"), OF_FILES),
+        (lambda folder: cs.CacheSource(folder / "cache"), OF_FILES),
+        (lambda folder: cs.LinesSource(folder / "a.jsonl"), OF_FILES),
         (lambda folder: cs.ArraySource(folder / "a.npy", window=2), {ListedSource}),
         (
             lambda folder: cs.mix([(cs.ArraySource(folder / "a.npy", window=2), 1)]),

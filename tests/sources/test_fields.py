@@ -135,8 +135,7 @@ def test_a_float_as_default_makes_integers_floats_also_in_columns() -> None:
     assert defaults.fill({"score": 2, "n": 2.5}) == {"score": 2.0, "name": "none", "n": 2.5}
     assert type(defaults.fill({"score": True})["score"]) is float
     assert defaults.fill((1, 2)) == (1, 2)
-    (rows,) = defaults.fill_all(iter([Rows(["a", "b"], {"score": np.array([1, 2])})]))
-    assert isinstance(rows, Rows)
+    rows = defaults.fill_rows(Rows(["a", "b"], {"score": np.array([1, 2])}))
     columns: dict[str, Any] = dict(rows.fields)
     assert (columns["score"].dtype, columns["name"], columns["n"].tolist()) == (
         np.float64,

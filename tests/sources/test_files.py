@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from cachestream.errors import SampleError
+from cachestream.formats.files import FileSource
 from cachestream.sources.base import units_of
-from cachestream.sources.files import FileSource
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from cachestream.transport import download, driver, metering, remote, remote_object
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
@@ -206,7 +206,7 @@ def test_credentials_that_become_invalid_fail_the_source_not_the_sample(
     s3_server: S3Server, bucket: Path
 ) -> None:
     source = FileSource(f"s3://{bucket.name}", storage_options=s3_server.storage_options)
-    source._remote._options["secret"] = "CANARYEXPIRED"
+    source._files.remote._options["secret"] = "CANARYEXPIRED"
     with pytest.raises(SourceError, match="no valid credentials") as caught:
         read_one(source)
     assert type(caught.value) is SourceError
@@ -217,7 +217,7 @@ def test_options_of_the_user_win_over_ours(s3_server: S3Server, bucket: Path) ->
     options = s3_server.storage_options | {"config_kwargs": {"read_timeout": 3}, "use_listings_cache": True}
     source = FileSource(f"s3://{bucket.name}", storage_options=options)
     read_one(source)
-    config = source._remote.driver().filesystem._s3.meta.config
+    config = source._files.remote.driver().filesystem._s3.meta.config
     assert (config.read_timeout, config.connect_timeout) == (3, driver.CONNECT_S)
     assert options["config_kwargs"] == {"read_timeout": 3}
 
@@ -487,7 +487,7 @@ def test_a_limit_of_the_bytes_a_request_may_ask_for_holds_for_every_request(
 @pytest.mark.e2e
 def test_secrets_show_in_no_text(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
-    shown = [repr(source), str(source), repr(source._remote), source.fingerprint, source.listing_digest]
+    shown = [repr(source), str(source), repr(source._files.remote), source.fingerprint, source.listing_digest]
     shown.append(source.key(0))
     (bucket / "even" / "000.npy").write_bytes(b"broken")
     for fault in (None, "answer_busy", "reset", "refuse"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 
-import cachestream.sources.jsonl_csv as module
+import cachestream.formats.lines as module
 from cachestream import ConfigError, FileSource, LinesSource, SampleError
 from cachestream.sources.open import open_source
 from tests.sources.reading import read_unit

@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
-from cachestream.sources import parquet
+from cachestream.formats import parquet
+from cachestream.formats.parquet import ParquetSource
 from cachestream.sources.open import open_source
-from cachestream.sources.parquet import ParquetSource
 from cachestream.testing.checks import check_source
 from cachestream.transport.file_objects import SeekableFile
 from tests.sources.reading import read_unit
@@ -316,12 +316,12 @@ def test_nothing_of_a_row_group_stays_in_memory(tmp_path: Path) -> None:
 def test_footers_are_read_again_when_too_many_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachestream.sources.parquet.KEPT_BYTES", 2000)
+    monkeypatch.setattr("cachestream.sources.format.KEPT_BYTES", 2000)
     for number in range(6):
         pq.write_table(pa.table({"x": [number]}), tmp_path / f"{number}.parquet")
     source = ParquetSource(tmp_path)
     assert [sample["x"] for sample in read_all(source).values()] == list(range(6))
-    assert len(source._footers._kept) < 6
+    assert len(source._kept._values) < 6
 
 
 # --- files, the protocol -----------------------------------------------------------------------
@@ -451,7 +451,7 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from cachestream.errors import CacheStreamError
-from cachestream.sources.parquet import ParquetSource
+from cachestream.formats.parquet import ParquetSource
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 path = Path(sys.argv[1])
 whole = path.read_bytes()
@@ -510,7 +510,7 @@ def test_damaged_metadata_of_a_column_chunk_do_not_end_the_process(tmp_path: Pat
     read = f"""
 import numpy as np
 from cachestream.errors import SampleError
-from cachestream.sources.parquet import ParquetSource
+from cachestream.formats.parquet import ParquetSource
 try:
     list(ParquetSource({str(tmp_path)!r}).read(0, np.random.default_rng(0)))
 except SampleError as error:

@@ -143,7 +143,7 @@ def test_plug_ins_are_not_looked_for_where_built_in_formats_serve(tmp_path: Path
 import numpy as np
 def fail(**_): raise SystemExit("entry points were searched")
 import cachestream as cs
-import cachestream.sources.plugins as plugins
+import cachestream.sources.registry as plugins
 plugins.entry_points = fail
 from pathlib import Path
 folder = Path({str(tmp_path)!r})

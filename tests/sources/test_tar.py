@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from cachestream.errors import ConfigError, SampleError, SourceError
-from cachestream.sources.tar import TarSource
-from cachestream.sources.tar_format import TarReader, split_name
+from cachestream.formats.tar import TarSource
+from cachestream.formats.tar_archive import TarReader, split_name
 from cachestream.transport import metering
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_object import open_stream

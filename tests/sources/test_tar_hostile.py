@@ -25,9 +25,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SampleError, SourceError
+from cachestream.formats.tar import TarSource
+from cachestream.formats.tar_archive import BLOCK, _parse_pax
 from cachestream.sources.decode import compression
-from cachestream.sources.tar import TarSource
-from cachestream.sources.tar_format import BLOCK, _parse_pax
 from cachestream.transport import object_limit
 from tests.sources.tars import add, make, numbered, read_all, read_unit, tar_bytes
 

@@ -21,7 +21,7 @@ import pytest
 
 import cachestream as cs
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
-from cachestream.sources.tar import TarSource
+from cachestream.formats.tar import TarSource
 from cachestream.testing.checks import cached_keys
 from cachestream.transport import metering, remote_object
 from cachestream.transport.remote import Remote

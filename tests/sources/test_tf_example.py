@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SampleError
+from cachestream.formats import tf_example
+from cachestream.formats.tf_example import FeatureFields, parse_example, parse_examples
+from cachestream.formats.tfrecord import TFRecordSource
 from cachestream.sources.base import Rows
-from cachestream.sources.decode import tf_example
 from cachestream.sources.decode.images import UNCHANGED
-from cachestream.sources.decode.tf_example import FeatureFields, parse_example, parse_examples
-from cachestream.sources.tfrecord import TFRecordSource
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")
 

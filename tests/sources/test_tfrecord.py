@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError, SourceUnavailableError
-from cachestream.sources.tfrecord import TFRecordSource
+from cachestream.formats.tfrecord import TFRecordSource
 from cachestream.testing.checks import check_source
 from cachestream.transport import remote_errors
 from tests.sources.reading import read_unit, record_places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -11,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from cachestream.schema import ShardRow, Snapshot, Span
 from cachestream.shard_format import ShardContent
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import lock_file
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Publisher
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.worker.sampling.encode import to_record
@@ -73,7 +74,7 @@ def publish(
     shard: ShardContent,
     *,
     spans: Sequence[Span] = (),
-    progress: UnitProgress | None = None,
+    pass_id: int = 0,
     owner: str | None = None,
     may_evict: bool = True,
 ) -> int | None:
@@ -82,8 +83,7 @@ def publish(
     name = owner or (held.name if held else "")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, name)
-        shard_ids = publisher.publish([shard], spans, progress or UnitProgress(0), may_evict=may_evict)
-        return None if shard_ids is None else shard_ids[0]
+        return publisher.publish(shard, pass_id, spans, may_evict=may_evict)
     finally:
         if held is not None:
             held.release()
@@ -110,9 +110,12 @@ def insert_rows(cache: Cache, rows: Sequence[ShardRow]) -> None:
     with cache.catalogue.transaction() as tables:
         schema = content(0).schema
         tables.set_meta("schema", schema.to_json())
-        schema_id = tables.schema_id(schema)
-        for row in rows:
-            tables.insert_shard(row, schema_id, 0, [])
+        shapes = json.dumps([field.shape for field in schema.fields])
+        tables.executemany(
+            "INSERT INTO shards (id, state, owner, size_bytes, num_samples, uses, last_used, shapes) "
+            "VALUES (?, 'live', '', ?, ?, ?, ?, ?)",
+            [(*astuple(row), shapes) for row in rows],
+        )
         tables.set_meta("last_shard_id", max(row.id for row in rows))
 
 
@@ -165,9 +168,7 @@ def assert_books_cover_disk(cache: Cache) -> None:
     """Check that all disk usage is accounted for, which holds even before a recovery."""
     with cache.catalogue.reading() as tables:
         booked = {row.id: row.size_bytes for row in tables.shards()}
-        for reservation in tables.reservations():
-            assert reservation.id not in booked, f"shard {reservation.id} is booked twice"
-            booked[reservation.id] = reservation.size_bytes
+        booked |= dict(tables.execute("SELECT id, size_bytes FROM shards WHERE state != 'live'").fetchall())
         on_disk: dict[int, int] = {}
         for entry in os.scandir(cache.directory.shards):
             shard_id = int(entry.name.partition(".")[0])
@@ -186,7 +187,7 @@ def assert_sound(cache: Cache) -> None:
     assert report.ok, report
     with cache.catalogue.reading() as tables:
         rows = list(tables.shards())
-        assert tables.reservations() == []
+        assert tables.unfinished() == []
         assert tables.totals() == (
             len(rows),
             sum(row.num_samples for row in rows),

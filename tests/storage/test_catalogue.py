@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +12,8 @@ from cachestream.errors import CacheLockedError
 from cachestream.storage import catalogue as module
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.filling import LabelNames, PlannedPass
-from cachestream.storage.locks import lock_file
-from cachestream.storage.tables import Reservation
-from tests.storage.support import Line, content, fork, publish
+from cachestream.storage.filling import LabelNames
+from tests.storage.support import Line, fork
 
 
 def can_write(path: str) -> bool:
@@ -188,63 +182,6 @@ def test_nested_readers_see_what_the_transaction_around_them_wrote(cache: Cache)
         tables.set_meta("a", 1)
         with cache.catalogue.reading() as inner:
             assert inner.meta("a") == 1
-
-
-_SYSTEM_CALLS = {
-    os: ("listdir", "scandir", "stat", "lstat", "statvfs", "open", "unlink", "rename", "replace", "fsync"),
-    fcntl: ("flock",),
-}
-
-
-@pytest.mark.e2e
-def test_a_transaction_contains_nothing_but_sql(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others wait for it, and a directory or a lock may answer slowly."""
-    cache.size_limit = "2MB"
-    found = []
-
-    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **named: Any) -> Any:
-            connection = cache.catalogue._connection
-            is_own = str(args[0]).startswith(
-                cache.catalogue.path
-            )  # the catalogue looks whether it was replaced
-            if connection is not None and connection.in_transaction and not is_own:
-                found.append((name, *args))
-            return real(*args, **named)
-
-        return call
-
-    for where, names in _SYSTEM_CALLS.items():
-        for name in names:
-            monkeypatch.setattr(where, name, watched(name, getattr(where, name)))
-    worker = lock_file(cache.directory.worker_file("supervisor.lock"))
-    assert worker is not None
-    cache.filling.record("filling")
-    cache.filling.begin_pass(PlannedPass("{}", 1000, is_listing=False), ())
-    seen = cache.filling.open_pass()
-    assert seen is not None
-    cache.filling.claim("nobody", seen, None, lambda _: 10)
-    for number in range(30):
-        publish(cache, content(10 * number, size_bytes=100_000))
-        cache.take_snapshot(turnover=0.25)[1].release()
-    assert cache.status().evicted_shards
-    snapshot, lease = cache.take_snapshot()
-    lease.release()
-    cache.restore_snapshot(snapshot.shard_ids, snapshot.counts)[1].release()
-    cache.quarantine(int(snapshot.shard_ids[0]), "x: broken")
-    (Path(cache.directory.leases) / "dead.owner").touch()
-    with cache.catalogue.transaction() as tables:
-        tables.insert_reservation(Reservation(1000, 4096, "dead", doomed=False))
-    assert cache.size_bytes
-    assert repr(cache)
-    cache.size_limit = "1.5MB"
-    cache.evict(to=1_000_000)
-    cache.recover()
-    assert cache.verify(repair=True).ok
-    cache.filling.open_pass()
-    worker.release()
-    cache.clear()
-    assert found == []
 
 
 def test_a_pass_that_is_void_leaves_the_digest_of_the_transform(cache: Cache) -> None:

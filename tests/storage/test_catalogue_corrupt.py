@@ -25,12 +25,8 @@ def change(path: Path, statement: str) -> None:
 
 
 WRONG = {
-    "the total": "UPDATE totals SET size_bytes = size_bytes - 1048576",
-    "the total, to nothing": "UPDATE totals SET size_bytes = 0",
     "a shard's size": "UPDATE shards SET size_bytes = 8192 WHERE id = 2",
     "a shard's size, upwards": "UPDATE shards SET size_bytes = size_bytes + 1073741824 WHERE id = 2",
-    "the limit": "UPDATE meta SET value = value + 8388608 WHERE key = 'size_limit'",
-    "the name of the limit": "UPDATE meta SET key = 'size_limiu' WHERE key = 'size_limit'",
 }
 
 
@@ -53,7 +49,7 @@ def test_the_limit_does_not_rest_on_one_number(fast_path: Path, statement: str) 
         assert_sound(cache)
 
 
-@pytest.mark.parametrize("statement", list(WRONG.values())[:4], ids=list(WRONG)[:4])
+@pytest.mark.parametrize("statement", WRONG.values(), ids=WRONG.keys())
 def test_verify_tells_of_wrong_books_and_repair_corrects_them(fast_path: Path, statement: str) -> None:
     with new_cache(fast_path / "cache") as cache:
         for first in range(0, 9, 3):
@@ -62,26 +58,15 @@ def test_verify_tells_of_wrong_books_and_repair_corrects_them(fast_path: Path, s
         change(fast_path / "cache", statement)  # while it is open
         report = cache.verify()
         assert not report.ok
-        assert "the recorded size of" in str(report) or "the sums are" in str(report)
+        assert "the recorded size of" in str(report)
         assert cache.verify(repair=True).ok
         assert cache.verify().problems == 0
         assert_sound(cache)
 
 
-@pytest.mark.parametrize("value", ["1.5", "'x'", "-0.25"])
-def test_a_held_out_share_that_cannot_be_is_restored_from_the_copy(fast_path: Path, value: str) -> None:
-    with new_cache(fast_path / "cache") as cache:
-        publish(cache, content(0))
-        cache.snapshot(split="train", holdout=0.25).close()
-    change(fast_path / "cache", f"UPDATE meta SET value = {value} WHERE key = 'holdout'")
-    with Cache(fast_path / "cache") as cache:
-        assert cache.status().holdout == 0.25
-        assert_sound(cache)
-
-
 def recorded(cache: Cache) -> dict[int, int]:
     with cache.catalogue.reading() as tables:
-        return tables.sizes()
+        return dict(tables.execute("SELECT id, size_bytes FROM live").fetchall())
 
 
 @pytest.fixture
@@ -97,9 +82,8 @@ def sizes(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def test_all_sizes_are_corrected_at_opening_if_the_newest_are_wrong(
     fast_path: Path, sizes: dict[int, int]
 ) -> None:
-    # As on another disk, to which the cache was copied: the sums fit the rows.
+    # As on another disk, to which the cache was copied.
     change(fast_path / "cache", "UPDATE shards SET size_bytes = size_bytes + 4096")
-    change(fast_path / "cache", "UPDATE totals SET size_bytes = size_bytes + 3 * 4096")
     with Cache(fast_path / "cache") as cache:
         assert recorded(cache) == sizes
         assert_sound(cache)
@@ -109,7 +93,6 @@ def test_a_wrong_size_of_an_old_shard_is_found_by_the_whole_check(
     fast_path: Path, sizes: dict[int, int]
 ) -> None:
     change(fast_path / "cache", f"UPDATE shards SET size_bytes = size_bytes + 4096 WHERE id = {min(sizes)}")
-    change(fast_path / "cache", "UPDATE totals SET size_bytes = size_bytes + 4096")
     with Cache(fast_path / "cache") as cache:
         assert recorded(cache) != sizes
         assert not cache.verify().ok

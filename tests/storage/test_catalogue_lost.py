@@ -20,10 +20,9 @@ from cachestream.storage import publish as publish_module
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import APPLICATION_ID, SCHEMA_VERSION
 from cachestream.storage.os_errors import CatalogueDamagedError
-from cachestream.storage.progress import Claim
-from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
+from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher
 from cachestream.storage.reservations import Owner
-from tests.storage.support import Line, assert_sound, content, fork, keys_in, new_cache, publish, shard_ids
+from tests.storage.support import Line, assert_sound, content, fork, keys_in, publish, shard_ids
 
 
 @pytest.fixture
@@ -238,7 +237,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
             filled.recover()
         else:
             with filled.catalogue.transaction() as tables:
-                assert tables.take_reservation(5, "slow", "another")
+                assert tables.bury(tables.unfinished(), "another") == [5]
 
     with monkeypatch.context() as patch:
         patch.setattr(publish_module, "move", clear)
@@ -248,50 +247,34 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
     assert_sound(filled)
 
 
-def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled: Cache) -> None:
+def test_what_was_done_in_a_lost_catalogue_is_no_progress_of_the_next(filled: Cache) -> None:
     """The ids are the same but have another meaning."""
 
-    def claim(holder: str) -> Claim:
+    def begin_pass() -> int:
         with filled.catalogue.transaction() as tables:
-            return tables.insert_claim(tables.insert_pass("{}", 100, 0), 0, 50, holder)
+            return tables.insert_pass("{}", 100, 0)
 
     owner = Owner(filled.directory, "before")
     publisher = Publisher(filled.directory, filled.catalogue, filled.reservations, owner.name)
-    mine = claim(owner.name)
+    mine = begin_pass()
+    row = filled.filling.state().last_pass
+    assert row is not None
+    assert row.id == mine
     os.unlink(filled.catalogue.path)
     filled.rebuild()
-    theirs = claim("after")
-    assert theirs == mine
-    done = UnitProgress(mine.pass_id, ((mine.id, 20, 0),))
+    assert begin_pass() == mine
+    done = Progress(replace(row, next_position=50))
     attempts: tuple[Callable[[], object], ...] = (
-        lambda: publisher.commit(done),
-        lambda: publisher.publish([content(12)], (), done),
-        lambda: publisher.split_claim(mine.id, 10, 1),
+        lambda: publisher.commit((), mine, (), done),
+        lambda: publisher.publish(content(12), mine, ()),
+        publisher.check_same,
     )
     for attempt in attempts:
         with pytest.raises(CatalogueReplacedError):
             attempt()
     owner.release()
-    with filled.catalogue.reading() as tables:
-        assert tables.claims(mine.pass_id) == [(theirs, "after")]
+    assert filled.filling.state().positions_done == 0
     assert_sound(filled)
-
-
-def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast_path: Path) -> None:
-    filled.close()
-    for text in (
-        "",
-        "[]",
-        "5",
-        '{"cache_id": 1, "size_limit": "x", "min_free": -1, "eviction": "x"}',
-        "{" * 9999,
-    ):
-        Path(filled.directory.settings).write_text(text)
-        os.unlink(filled.catalogue.path)
-        with new_cache(fast_path / "cache", "3MB") as cache:
-            assert cache.num_samples == 12
-            assert cache.size_limit == 3_000_000
-            assert cache.eviction == "lru"
 
 
 @pytest.mark.e2e

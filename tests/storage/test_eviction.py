@@ -89,7 +89,7 @@ def test_the_catalogue_sorts_as_the_policy_promises(
 def put(cache: Cache, rows: list[ShardRow]) -> None:
     """Make `rows` the shards of the cache."""
     with cache.catalogue.transaction() as tables:
-        tables.delete_shards(tables.shard_ids())
+        tables.execute("DELETE FROM shards")
     if rows:
         insert_rows(cache, rows)
 
@@ -103,10 +103,9 @@ def test_the_lightest_go_first_and_what_nobody_has_weighed_counts_as_average(
     # Halves are exact, and so are their sums.
     number = st.integers(0, 8).map(lambda half: half / 2)
     weights = {row.id: data.draw(number) for row in rows if data.draw(st.booleans())}
-    gone = 10**13
     with sorting_cache.catalogue.transaction() as tables:
-        tables.weigh(dict.fromkeys(weights, 9.0))  # the last ones count
-        tables.weigh(weights | {gone: 100.0})
+        pairs = [(weight, shard_id) for shard_id, weight in weights.items()]
+        tables.executemany("UPDATE shards SET weight = ? WHERE id = ?", pairs)
         mean = sum(weights.values()) / max(1, len(weights))
         ordered = sorted(rows, key=lambda row: (weights.get(row.id, mean), row.last_used, row.id))
         assert list(tables.shards("least-weight")) == ordered

@@ -234,11 +234,13 @@ def test_a_lease_of_a_scattered_hundred_thousand_shards_stays_small(make_cache: 
     cache = make_cache("100MB")
     with cache.catalogue.transaction() as tables:
         schema = content(0).schema
-        schema_id = tables.schema_id(schema)
+        tables.set_meta("schema", schema.to_json())
+        shapes = json.dumps([field.shape for field in schema.fields])
         tables.execute(
             "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000) "
-            "INSERT INTO shards SELECT i * 3, 100, 2, 0, 0, ?, 0, x'' FROM n",
-            (schema_id,),
+            "INSERT INTO shards (id, state, owner, size_bytes, num_samples, shapes) "
+            "SELECT i * 3, 'live', '', 100, 2, ? FROM n",
+            (shapes,),
         )
     snapshot, lease = cache.take_snapshot()
     assert snapshot.num_samples == 40_000

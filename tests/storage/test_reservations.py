@@ -33,6 +33,7 @@ from cachestream.storage.layout import BLOCK_BYTES
 from cachestream.storage.leases import Lease
 from cachestream.storage.reservations import HEADROOM_BYTES, Owner
 from cachestream.storage.shard import shard_path
+from cachestream.storage.tables import RESERVED
 from tests.storage.support import (
     Child,
     Line,
@@ -201,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
     def quarantine(self, data: st.DataObject) -> None:
         with self.caches[0].catalogue.reading() as tables:
             shard_id = data.draw(st.sampled_from(sorted(tables.shard_ids())))
-            row = tables.shard(shard_id)
+            row = next((row for row in tables.shards() if row.id == shard_id), None)
         assert row is not None
         self.caches[1].quarantine(shard_id, "x: broken")
         self.set_aside += row.num_samples
@@ -222,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def is_reserved(self, shard_id: int) -> bool:
         with self.caches[0].catalogue.reading() as tables:
-            return any(r.id == shard_id and not r.doomed for r in tables.reservations())
+            return any(row.id == shard_id and row.state == RESERVED for row in tables.unfinished())
 
     @invariant()
     def the_limit_holds(self) -> None:

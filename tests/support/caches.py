@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cachestream import Cache
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Publisher
 from cachestream.storage.reservations import Owner
 from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
@@ -26,11 +26,11 @@ def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
     owner = Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
-        shard_ids = publisher.publish([packer.content({})], [], UnitProgress(0))
+        shard_id = publisher.publish(packer.content({}), 0, ())
     finally:
         owner.release()
-    assert shard_ids is not None
-    return shard_ids[0]
+    assert shard_id is not None
+    return shard_id
 
 
 def numbered(first: int, count: int) -> list[tuple[str, dict[str, Any]]]:

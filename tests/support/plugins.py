@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from cachestream.sources import plugins
+from cachestream.sources import registry as plugins
 
 __all__ = ["forget_plugins", "lay_package", "lay_site"]
 

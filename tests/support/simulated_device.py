@@ -136,6 +136,10 @@ def register() -> None:
     def cut(tensor: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
         return _tensor(torch.ops.aten.slice.Tensor(_content(tensor), dim, start, end, step))
 
+    @torch.library.impl("aten::split_with_sizes", "privateuseone")
+    def split(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+        return [_tensor(part) for part in torch.ops.aten.split_with_sizes(_content(tensor), sizes, dim)]
+
     @torch.library.impl("aten::add.Tensor", "privateuseone")
     def add(tensor: torch.Tensor, other: Any, *, alpha: int = 1) -> torch.Tensor:
         total, content = torch.full_like(_content(tensor), NOTHING), _content(tensor)

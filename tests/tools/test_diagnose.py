@@ -24,7 +24,7 @@ from PIL import Image
 import cachestream as cs
 from cachestream.cli.main import main
 from cachestream.errors import CacheFullError, SourceError, SourceUnavailableError
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from cachestream.tools.diagnose import diagnose as diagnosis
 from cachestream.tools.diagnose import probe
 from cachestream.tools.diagnose.diagnose import diagnose

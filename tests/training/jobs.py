@@ -13,9 +13,10 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from cachestream import Cache, EpochLoader
-from cachestream.training import pipeline as pipeline_module
+from cachestream.training import prepare
 from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
 from cachestream.training.rendezvous import StoreConnection
+from cachestream.training.threads import Flag
 
 __all__ = ["PATIENCE_S", "Job"]
 
@@ -38,19 +39,18 @@ class Job:
         self.size = size
         self._name = f"job{next(_jobs)}"
         self._local = threading.local()
-        monkeypatch.setattr(pipeline_module, "find_ranks", self._find)
+        monkeypatch.setattr(prepare, "find_ranks", self._find)
 
     def _find(
         self,
-        _: int,
+        instance: int,
         settings: dict[str, Any],
         cache_id: str,
         deadlines_s: Deadlines,
-        closed: threading.Event,
+        closed: Flag,
         *job: object,
     ) -> Ranks:
-        # Called in the loader's background thread: the event tells for which rank.
-        rank = next(r for r, made in self.events.items() if made is closed)
+        rank = self.instances[instance]  # of the loader in whose background thread this is called
         client = TCPStore(
             "127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
         )
@@ -62,14 +62,14 @@ class Job:
 
     def run(self, work: Callable[[int, Callable[..., EpochLoader]], Any]) -> list[Any]:
         """The result of `work(rank, make_loader)`, or its exception, for each rank."""
-        self.events: dict[int, threading.Event] = {}
+        self.instances: dict[int, int] = {}
 
         def one(rank: int) -> Any:
             made: list[EpochLoader] = []
 
             def make(cache: Cache, *args: Any, **options: Any) -> EpochLoader:
                 loader = EpochLoader(cache, *args, **{"timeout_s": PATIENCE_S, **options})
-                self.events[rank] = loader._pipeline._closed
+                self.instances[loader._background.preparer.instance] = rank
                 made.append(loader)
                 return loader
 

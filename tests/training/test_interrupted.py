@@ -19,7 +19,7 @@ from typing import Any, Final
 import pytest
 
 from cachestream import EpochError, EpochLoader
-from cachestream.training.segment import Segment
+from cachestream.training.position import Segment
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 
@@ -231,7 +231,7 @@ def test_an_interrupt_while_the_threads_are_started_leaves_one_of_each(
         monkeypatch.undo()
         assert numbers(loader) == list(range(16))
         names = [thread.name for thread in threading.enumerate()]
-        assert names.count("cachestream-prepare") == names.count("cachestream-gather") == 1
+        assert names.count("cachestream-prepare") == 1
 
 
 def test_an_interrupt_while_an_epoch_is_closed_leaves_no_lease_behind(
@@ -253,7 +253,7 @@ def test_an_interrupt_while_an_epoch_is_closed_leaves_no_lease_behind(
             next(batches)
         state = loader.state_dict()
         assert (len(kept), state["epoch"], state["batch"]) == (4, 1, 0)
-        segment = loader._pipeline.schedule._chain.retired[0]
+        segment = loader._background.window._retired[0]
         assert numbers(loader) == list(range(16))
         assert segment.dataset._closed
         assert loader.epoch == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import time
@@ -14,7 +13,7 @@ import torch
 
 from cachestream import EpochLoader
 from cachestream.schema import IntArray
-from cachestream.training import pipeline
+from cachestream.training import prepare
 from cachestream.training.batches.mapped_shards import EpochMaps
 from tests.support.caches import numbers
 from tests.training.conftest import NewCache
@@ -65,14 +64,13 @@ def test_counts_may_be_numpys(new_cache: NewCache) -> None:
         assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 1
 
 
-@in_both_ways
-def groups_of(loader: EpochLoader) -> list[int]:
-    """The number of batches in each group that an epoch's batches are queued in."""
-    schedule, batches = loader._pipeline.schedule, iter(loader)
-    groups = iter(lambda: schedule.take(0, 60), None)
-    sizes = [len(group) for group in itertools.takewhile(lambda group: not group.is_end, groups)]
+def most_together(loader: EpochLoader) -> int:
+    """The number of batches in the largest task of an epoch."""
+    window, batches = loader._background.window, iter(loader)
+    tasks = iter(lambda: window.take(0, 60), None)
+    most = max(task.stop - task.first for task in tasks)
     del batches  # not before: the epoch would be left
-    return sizes
+    return most
 
 
 LARGE, SMALL = b"x" * (1 << 20), b"x" * 1000
@@ -96,27 +94,27 @@ def test_as_many_batches_of_samples_of_many_sizes_go_together_as_of_one_size(
 ) -> None:
     cache = cache_of([{"data": sample} for sample in samples], [len(samples) // 2] * 2)
     with EpochLoader(cache, **options) as loader:
-        assert max(groups_of(loader)) == most
+        assert most_together(loader) == most
 
 
 @pytest.mark.e2e
 def test_a_trainer_that_waits_is_not_kept_until_all_new_shards_are_open(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_URGENT_OPEN_S", 0.0)
+    monkeypatch.setattr(prepare, "_URGENT_OPEN_S", 0.0)
     opened: list[int] = []
     begun, open_shards = threading.Event(), EpochMaps.open
     # Every epoch is of 32 other shards.
     with EpochLoader(new_cache(96, 4), 4, epoch_size=128, prefetch=1) as loader:
-        schedule = loader._pipeline.schedule
+        window = loader._background.window
 
         def open_when_waited_for(maps: EpochMaps, shards: IntArray, *, ahead: bool = False) -> Any:
-            running = schedule.gathering
-            if ahead and schedule._chain.next.epoch == 1 and (running is None or maps is not running.maps):
+            known = [reader.segment.maps for reader in window._readers]
+            if ahead and window.wanted.position.epoch == 1 and maps not in known:
                 opened.append(len(shards))
                 begun.set()
                 give_up = time.monotonic() + 60
-                while not schedule.urgent():
+                while not window.is_urgent():
                     assert time.monotonic() < give_up
                     time.sleep(0.001)
             return open_shards(maps, shards, ahead=ahead)

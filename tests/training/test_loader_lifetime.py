@@ -179,8 +179,8 @@ def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapp
 
     loader = EpochLoader(cache, 4, batch_transform=transform)
     assert len(numbers(loader)) == 32
-    schedule = loader._pipeline.schedule
-    wait_until(lambda: schedule._chain.failure is not None, "the next epoch fails")
+    window = loader._background.window
+    wait_until(lambda: any(task.error is not None for task in window._tasks), "the next epoch fails")
     gc.collect()
     gc.disable()
     try:
@@ -232,8 +232,8 @@ def test_the_interpreter_ends_in_the_midst_of_an_epoch(new_cache: NewCache, tmp_
 
 HANGING = """
 import sys, threading, cachestream as cs
-from cachestream.training import pipeline
-pipeline._EXIT_JOIN_S = 0.5
+from cachestream.training import background
+background._EXIT_JOIN_S = 0.5
 def hang(batch):
     threading.Event().wait()
 loader = cs.EpochLoader(cs.Cache(sys.argv[1]), 4, batch_transform=hang, timeout_s=2)

@@ -23,6 +23,7 @@ from cachestream.storage.telemetry import SourceStats, read_loaders
 from cachestream.training.mixture import apportion, choose
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache, NewJob
+from tests.worker.support import wait_until
 
 Floats = npt.NDArray[np.float64]
 NewMix = Callable[..., Cache]
@@ -146,6 +147,7 @@ def test_a_small_source_is_repeated_in_new_orders_as_energons_blend_does(new_mix
         assert loader.stats.mixture == {"a": SourceStats(28, 0.5, 0), "b": SourceStats(28, 0.5, 20)}
         next(iter(loader))
         assert loader.stats.mixture["b"] == SourceStats(32, 0.5, 20)
+        wait_until(lambda: bool(read_loaders(cache.directory)[0].mixture), "the first batch is reported")
         (report,) = read_loaders(cache.directory)
         assert report.mixture.keys() == {"a", "b"}
         assert isinstance(report.mixture["b"], SourceStats)

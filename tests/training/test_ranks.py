@@ -156,6 +156,7 @@ def test_a_checkpoint_of_one_rank_resumes_ranks_of_other_caches_too(
     assert new_job(3).run(tail) == [rest for _, rest in heads]
 
 
+@pytest.mark.filterwarnings("ignore:.* are not cached any more since its state was saved")
 @pytest.mark.e2e
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("done", [3, 7])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from cachestream import RankMismatchError
 from cachestream.training import rendezvous
 from cachestream.training.ranks import Deadlines, StoreRanks, find_share, is_elastic
 from cachestream.training.rendezvous import Cancelled, ProcessGroup, StoreConnection, meet_at
+from cachestream.training.threads import Flag
 from tests.storage.support import Line, fork
 
 PATIENCE_S: Final = 180.0
@@ -51,7 +51,7 @@ def dist(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> Dist:
 
 def meet(dist: Dist, rank: int, name: str, life: int) -> list[str]:
     """The names of the other ranks' caches that rank `rank` learns after restart `life`."""
-    never = threading.Event()
+    never = Flag()
     line = meet_at(ProcessGroup(rank, 3, None), name, "the test", PATIENCE_S, PATIENCE_S, never)
     ranks = StoreRanks(line, rank, 3, Deadlines(PATIENCE_S), never)
     return ranks.meet({}, f"rank {rank} in life {life}")
@@ -72,8 +72,8 @@ def test_ranks_that_are_started_again_over_the_same_store_meet_one_another_and_n
 def test_a_rank_that_nobody_answers_names_rank_0_or_ends_when_closed(dist: Dist) -> None:
     job = ProcessGroup(1, 3, None)
     with pytest.raises(RankMismatchError, match=r"rank 0 has not come to the test within 0\.2 s"):
-        meet_at(job, "alone", "the test", 0.2, PATIENCE_S, threading.Event())
-    closed = threading.Event()
+        meet_at(job, "alone", "the test", 0.2, PATIENCE_S, Flag())
+    closed = Flag()
     closed.set()
     with pytest.raises(Cancelled):
         meet_at(job, "alone", "the test", PATIENCE_S, PATIENCE_S, closed)
@@ -122,7 +122,7 @@ def test_a_store_whose_host_is_gone_is_an_error_that_names_it_within_the_deadlin
     began_s = time.monotonic()
     for rank in range(2):
         with pytest.raises(RankMismatchError, match=f"at 127.0.0.1:{port} does not answer .* see its log"):
-            meet_at(ProcessGroup(rank, 2, None), "gone", "the test", 2.0, 2.0, threading.Event())
+            meet_at(ProcessGroup(rank, 2, None), "gone", "the test", 2.0, 2.0, Flag())
     assert time.monotonic() - began_s < 60
 
 

@@ -175,7 +175,7 @@ def test_a_loader_whose_last_warning_is_made_an_error_is_closed_all_the_same(
     next(iter(loader))
     with pytest.raises(UserWarning, match="not written"):
         loader.close()
-    assert not loader._pipeline._threads
+    assert not loader._background._thread.is_alive()
     assert not disk.is_set()
 
 

@@ -219,6 +219,7 @@ def test_each_rank_gets_what_its_own_sampler_gave_it_also_after_a_resume_on_all_
     assert new_job(2).run(tail) == [rest, other_rest]
 
 
+@pytest.mark.filterwarnings("ignore:.* are not cached any more since its state was saved")
 @pytest.mark.e2e
 def test_each_rank_gets_its_own_where_the_nodes_have_unequal_numbers_of_ranks_also_when_one_is_replaced(
     new_cache: NewCache, new_job: NewJob

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cachestream.errors import SourceError, SourceUnavailableError
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import map_errors
 

@@ -23,8 +23,8 @@ from PIL import Image
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.files import FileSource
-from cachestream.sources.tar import TarSource, decode_gzip
+from cachestream.formats.files import FileSource
+from cachestream.formats.tar import TarSource, decode_gzip
 from cachestream.transport import object_limit
 from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer

@@ -120,7 +120,7 @@ def left_files(cache: Cache) -> list[str]:
     ]
     found += [name for name in os.listdir(cache.directory.worker) if name not in lasting]
     with cache.catalogue.reading() as tables:
-        found += [f"reservation {row.id}" for row in tables.reservations()]
+        found += [f"reservation {row.id}" for row in tables.unfinished()]
     stored = {"listing.json", *listing_files(cache)}
     for names in Listings(cache.directory).earlier():  # kept while something is cached by them
         mark = read_mark(names.path)

@@ -21,7 +21,7 @@ from cachestream.worker.health import (
     suspects_of,
     was_suspended,
 )
-from cachestream.worker.sampling.sampler import QUARANTINE_AT
+from cachestream.worker.planner import QUARANTINE_AT
 
 SEGFAULT = Death(0.0, -signal.SIGSEGV, suspects=3)
 KILL = Death(0.0, -signal.SIGKILL, suspects=3)

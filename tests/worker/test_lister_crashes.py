@@ -6,6 +6,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheError, CacheFullError
+from cachestream.formats.files import FileSource
 from cachestream.listing.names import Names, Page, file_names, read_mark
 from cachestream.sources.base import IncrementalSource
-from cachestream.sources.files import FileSource
 from cachestream.storage.cache import Cache
+from cachestream.storage.publish import Publisher
+from cachestream.storage.reservations import Owner
 from cachestream.worker.listings import Listings, keep_names, open_store, store_rest
 from tests.storage.steps import Crash, Steps, copy_of, crash_everywhere, steps_of
 from tests.storage.support import Line, assert_sound, fork, new_cache
@@ -62,8 +65,16 @@ class Listed:
         raise NotImplementedError
 
 
+@contextmanager
+def space_of(cache: Cache) -> Iterator[Publisher]:
+    """Space in the cache, as a process that fills it alone has it."""
+    with Owner.temporary(cache.directory, "listing") as owner:
+        yield Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
+
+
 def keeps(cache: Cache, line: Line) -> None:
-    keep_names(Listed(), cache)
+    with suppress(CacheError), space_of(cache) as space:
+        keep_names(Listed(), cache.directory, space)
     line.say("kept")
 
 
@@ -83,7 +94,10 @@ def walked(cache: Cache) -> FileSource:
 
 
 def store_pages(source: IncrementalSource, cache: Cache, line: Line) -> None:
-    with open_store(source, cache, lambda _: True, is_next=False, may_evict=True) as store:
+    with (
+        space_of(cache) as space,
+        open_store(source, cache.directory, space, lambda _: True, is_next=False, may_evict=True) as store,
+    ):
         for page in source.more_names(store.last):  # each by itself: `store_rest` waits for more of them
             store.add(page.names, is_complete=page.is_last)
             line.say(f"listed {store.writer.mark.count}")
@@ -114,11 +128,17 @@ def stored(cache: Cache) -> list[str]:
 def go_on(cache: Cache, what: str) -> None:
     """Whoever comes next stores the rest, and clears away what nobody knows."""
     if what == "keep":
-        keep_names(Listed(), cache)
+        with space_of(cache) as space:
+            keep_names(Listed(), cache.directory, space)
     else:
         Listings(cache.directory).clean()  # as the supervisor does before it starts another
         source: IncrementalSource = walked(cache) if what == "walk" else Listed(FIRST)
-        with open_store(source, cache, lambda _: True, is_next=False, may_evict=True) as store:
+        with (
+            space_of(cache) as space,
+            open_store(
+                source, cache.directory, space, lambda _: True, is_next=False, may_evict=True
+            ) as store,
+        ):
             store_rest(source, store)
     assert stored(cache) == NAMES
     assert not strays(cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.sources.files import FileSource
-from cachestream.worker.job import share
-from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.lister import Lister
-from cachestream.worker.listings import Listings
+from cachestream.formats.files import FileSource
 from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server
 from tests.worker.support import (
     DEADLINE_S,
@@ -22,6 +19,7 @@ from tests.worker.support import (
     fill,
     kill_supervisor,
     listed,
+    log_of,
     only_once,
     plan_of,
     wait_until,
@@ -140,21 +138,18 @@ def test_a_connection_that_ends_in_mid_listing_is_taken_up_again(
 def test_a_lister_shows_life_while_a_driver_that_is_not_asynchronous_waits_for_a_folder(
     cache: Cache, server: FTPServer, tree: str
 ) -> None:
-    put(server.root / tree, names_of(range(FOLDERS)))
+    keys = put(server.root / tree, names_of(range(FOLDERS)))
     source = on(server, tree)
     server.allow(0)
-    job = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None).job(cache, source)
-    lister = Lister(job, None, share(job), Listings(cache.directory))
-    lister.begin()
-    try:
-        wait_until(lambda: listed(cache) == FIRST, "the first names are stored")
-        wait_until(lambda: lister.process.life_s is not None, "it has begun")
-        life_s = lister.process.life_s or 0
-        wait_until(lambda: (lister.process.life_s or 0) > life_s + 0.7, "it lives, though nothing comes")
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=5.0) as worker:
+        cache.wait(FIRST, DEADLINE_S)
+        since_s = time.monotonic()
+        wait_until(lambda: time.monotonic() > since_s + 7.0, "longer than a process without life is borne")
         assert listed(cache) == FIRST
-    finally:
-        lister.stop()
-        cache.recover()
+        assert "no sign of life" not in log_of(cache)
+        server.allow(None)
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == keys
 
 
 @pytest.mark.e2e

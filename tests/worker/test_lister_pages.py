@@ -18,13 +18,9 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.sources.files import FileSource
+from cachestream.formats.files import FileSource
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.tools.refetching import refetch
-from cachestream.worker.job import share
-from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.lister import Lister
-from cachestream.worker.listings import Listings
 from tests.storage.support import shard_ids
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
@@ -220,30 +216,19 @@ def test_a_lister_that_is_stopped_while_the_catalogue_is_locked_is_replaced(
 
 
 @pytest.mark.e2e
-def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
-    cache: Cache, remote: Remote, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(remote.folder, names_in(NAMES))
+def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(cache: Cache, remote: Remote) -> None:
+    keys = put(remote.folder, names_in(NAMES))
     source = remote.open()
     remote.proxy.lists_allowed = 1
-    options = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None)
-    job = options.job(cache, source)
-    lister = Lister(job, None, share(job), Listings(cache.directory))
-    lister.begin()
-    try:
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=5.0) as worker:
         wait_until(lambda: listed(cache) == FIRST + READ, "a page is stored")
-        life_s = lister.process.life_s
-        assert life_s is not None
-        wait_until(lambda: (lister.process.life_s or 0) > life_s + 0.7, "it lives, though nothing comes")
+        since_s = time.monotonic()
+        wait_until(lambda: time.monotonic() > since_s + 7.0, "longer than a process without life is borne")
         assert listed(cache) == FIRST + READ
-        later_s = time.monotonic() + 1000.0
-        lister.tick(later_s, resumed_s=later_s - 1.0)
-        assert not caplog.messages, "it could show no life while all were stopped"
-        lister.tick(later_s)
-        assert "no sign of life" in caplog.text
-    finally:
-        lister.stop()
-        cache.recover()
+        assert "no sign of life" not in log_of(cache)
+        remote.proxy.lists_allowed = None
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == keys
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.storage.reservations import Owner
+from cachestream.worker.job import Job
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.order import PassPlan, UnitOrder, all_units, order_file, parse_partition
-from cachestream.worker.passes import begin_or_resume, follow_mixture, next_claim
+from cachestream.worker.order import PassPlan, all_units, parse_partition
+from cachestream.worker.passes import begin_or_resume, follow_mixture
+from cachestream.worker.planner import Planner
 from cachestream.worker.user_order import UserOrder, draw_mixture
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, keys_in_order, supervisor_pid, wait_until
@@ -50,51 +51,47 @@ def test_any_run_of_units_has_the_shares_while_there_are_units(
 @pytest.mark.e2e
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.integers(1, 60) | shares_of_three, max_size=12), nodes=st.integers(1, 2))
-def test_every_unit_is_claimed_once_whatever_is_drawn_meanwhile(
+def test_every_unit_is_handed_out_once_whatever_is_drawn_meanwhile(
     cache: Cache, steps: list[int | list[float]], nodes: int
 ) -> None:
     cache.clear()
     options = WorkerOptions(num_workers=2, partition=None if nodes == 1 else (1, nodes))
-    source = cs.mix(MIX)
-    job = options.job(cache, source)
-    begin_or_resume(cache, job, UserOrder(job))
-    orders: dict[str, UnitOrder] = {}  # as a process keeps them
-    claimed: list[int] = []
+    job = options.job(cache, cs.mix(MIX))
+    planner = begun(cache, job)
+    taken: list[int] = []
 
-    def claim(most: int) -> bool:
-        found = next_claim(cache.filling, owner.name, 2, most=most)
-        if found is None:
-            return False
-        plan = PassPlan.from_json(found.row.plan)
-        if found.row.plan not in orders:
-            drawn = np.load(order_file(cache.directory, plan)) if plan.is_drawn else None
-            orders[found.row.plan] = UnitOrder(plan, None, drawn)
-        positions = np.arange(found.claim.position, found.claim.stop)
-        claimed.extend(orders[found.row.plan].units(positions).tolist())
-        return True
+    def take(most: int) -> bool:
+        assignment = planner.take(len(taken) % 2, most)
+        taken.extend(unit.number for unit in (assignment.units if assignment else ()))
+        return assignment is not None
 
-    with Owner(cache.directory, "sampler") as owner:
-        for step in steps:
-            if isinstance(step, int):
-                claim(step)
-                continue
-            cache.filling.record_mixture([share / sum(step) for share in step])
-            follow_mixture(cache, job, cache.filling.state())
-        while claim(10):
-            pass
+    for step in steps:
+        if isinstance(step, int):
+            take(step)
+        else:
+            follow_mixture(cache, job, planner, [share / sum(step) for share in step])
+            last = cache.filling.state().last_pass
+            assert last is not None
+            assert planner.plan == PassPlan.from_json(last.plan), "it is recorded"
+    while take(10):
+        pass
     share = parse_partition(options.partition)
-    assert sorted(claimed) == list(all_units(UNITS, share))
+    assert sorted(taken) == list(all_units(UNITS, share))
+
+
+def begun(cache: Cache, job: Job) -> Planner:
+    begin_or_resume(cache, job, UserOrder(job))
+    planner = Planner(job, cache, is_shared=False)
+    planner.begin()
+    return planner
 
 
 def test_an_order_that_is_drawn_too_late_leaves_no_file(cache: Cache) -> None:
     job = WorkerOptions(num_workers=2).job(cache, cs.mix(MIX))
-    begin_or_resume(cache, job, UserOrder(job))
-    cache.filling.record_mixture([0.0, 0.0, 1.0])
-    before = cache.filling.state()
-    with Owner(cache.directory, "sampler") as owner:
-        while next_claim(cache.filling, owner.name, 2) is not None:
-            pass
-    follow_mixture(cache, job, before)
+    planner = begun(cache, job)
+    while planner.take(0, 100) is not None:
+        pass
+    follow_mixture(cache, job, planner, [0.0, 0.0, 1.0])
     assert not rule(cache)
     assert not [name for name in os.listdir(cache.directory.worker) if name.startswith("order-")]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import cachestream as cs
 from cachestream import Cache
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, fill, only_once, wait_until
+
+STOP_S = 15.0
 
 
 @pytest.mark.e2e
@@ -37,6 +41,33 @@ def test_each_pass_of_a_sampler_is_drawn_anew_and_leaves_no_files(cache: Cache) 
         # A full cache rests until epochs have used what it holds.
         wait_until(lambda: [*loader] and worker.status().pass_number >= 3, "a third pass")
     assert _forget_orders(cache) == 1
+
+
+class SecondTimeBlocked:
+    """A sampler that draws once, and the next time does not return."""
+
+    def __init__(self, told: Path) -> None:
+        self._told = told
+
+    def __iter__(self) -> Iterator[int]:
+        if self._told.exists():
+            self._told.with_name("blocked").touch()
+            time.sleep(600)
+        self._told.touch()
+        return iter(range(50))
+
+
+@pytest.mark.e2e
+def test_a_sampler_that_does_not_return_holds_up_no_stop(cache: Cache, tmp_path: Path) -> None:
+    order = SecondTimeBlocked(tmp_path / "drawn")
+    with cs.start_worker(cache, Numbers(50), num_workers=1, order=order) as worker:
+        assert worker.wait(DEADLINE_S)
+        cache.evict(to=0)
+        wait_until((tmp_path / "blocked").exists, "the second pass is being drawn")
+        begun_s = time.monotonic()
+        worker.stop(2 * STOP_S)
+    assert time.monotonic() - begun_s < STOP_S
+    assert not worker.is_alive()
 
 
 @pytest.mark.e2e

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import io
 import math
 import multiprocessing
 import os
@@ -22,7 +21,6 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.child_process import printed_lines
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.processes import import_path, start_python
 from tests.worker.sources import Numbers
@@ -345,13 +343,19 @@ def test_orphans_are_waited_for_and_children_of_others_are_not() -> None:
     assert run_python(REAPS).split() == ["False", "3", "4"]
 
 
+def test_what_cannot_be_opened_leaves_no_process(cache: Cache, processes: Processes) -> None:
+    with pytest.raises(cs.SourceError, match="no such file"):
+        cs.start_worker(cache, f"{cache.path}/nothing-here/")
+    processes.wait_until_gone()
+
+
 @pytest.mark.e2e
-def test_a_line_that_never_ends_comes_in_pieces() -> None:
-    said = io.BufferedReader(io.BytesIO(b"one\n" + b"\rprogress" * 100_000))
-    pieces = list(printed_lines(said))
-    assert pieces[0] == b"one\n"
-    assert max(map(len, pieces)) < 10_000
-    assert b"".join(pieces).count(b"progress") == 100_000
+def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_source_does_not_bring() -> (
+    None
+):
+    modules = "cachestream.worker.supervisor, cachestream.worker.sampling.sampler"
+    code = f"import sys, {modules}; print({{'fsspec', 'torch'}} & set(sys.modules))"
+    assert run_python(code).strip() == "set()"
 
 
 def test_only_what_python_imports_from_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_credentials_that_end_are_told_once_without_a_storm_or_a_secret(
 ) -> None:
     put_objects(s3_bucket, 200)
     source = cs.FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.options_through(s3_proxy.port))
-    source._remote._options["secret"] = "CANARYEXPIRED"
+    source._files.remote._options["secret"] = "CANARYEXPIRED"
     s3_proxy.requests = 0
     worker = cs.start_worker(cache, source, num_workers=1)
     with pytest.raises(WorkerError, match="no valid credentials") as caught:

@@ -12,10 +12,11 @@ import numpy as np
 
 from cachestream.config import check_mapping
 from cachestream.errors import ConfigError
-from cachestream.sources.base import Problems, Rows
+from cachestream.sources.base import Rows
 from cachestream.sources.decode.arrow import Batch, Columns, Unusable, Values, is_image_struct, load_arrow
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
 from cachestream.sources.fields import check_columns
+from cachestream.sources.format import Item, Skipped
 
 _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
@@ -128,37 +129,31 @@ def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
 
 
 def usable_rows(
-    fields: Mapping[str, Values],
-    bad: Mapping[int, Unusable],
-    first: int,
-    problems: Problems,
-    noun: str = "row",
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the sample of each usable row whose columns are `fields`.
+    fields: Mapping[str, Values], bad: Mapping[int, Unusable], first: int, noun: str = "row"
+) -> Iterator[tuple[int, dict[str, Any]] | Skipped]:
+    """Yield the number and the sample of each row whose columns are `fields`, in order.
 
-    The others are added to `problems`, as "`noun` 7: …" with numbers from `first` on.
+    Rows are numbered from `first`; those that cannot be used are Skipped, as "`noun` 7: …".
     """
     names = tuple(fields)
     for row, values in enumerate(zip(*fields.values(), strict=True)):
         if row in bad:
-            problems.add(f"{noun} {first + row}: {bad[row].reason}")
+            yield Skipped(f"{noun} {first + row}: {bad[row].reason}")
         else:
-            yield row, dict(zip(names, values, strict=True))
+            yield first + row, dict(zip(names, values, strict=True))
 
 
-def table_rows(
-    batches: Iterator[Batch], key: str, first: int, problems: Problems
-) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+def table_rows(batches: Iterator[Batch], first: int) -> Iterator[Item]:
     """Yield the samples of `batches`, as `Rows` where every row of a batch is usable and alike.
 
-    Rows are numbered from `first`, in keys such as "`key`#7", and in the reasons added to `problems`.
+    Their names are the numbers of the rows, from `first`.
     """
     for num_rows, fields, bad in batches:
         if not bad and is_uniform(fields):
-            yield Rows([f"{key}#{number}" for number in range(first, first + num_rows)], fields)
+            numbers: Any = range(first, first + num_rows)
+            yield Rows(numbers, fields)
         else:
-            for row, sample in usable_rows(fields, bad, first, problems):
-                yield f"{key}#{first + row}", sample
+            yield from usable_rows(fields, bad, first)
         first += num_rows
 
 

@@ -25,7 +25,7 @@ from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.schema import holds_integers_of
 from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
-from cachestream.sources.plugins import plugin_decoder
+from cachestream.sources.registry import plugin_decoder
 from cachestream.sources.user_code import call_decoder
 from cachestream.transport import object_limit
 

@@ -23,7 +23,7 @@ from cachestream.sources.base import Source, as_incremental
 from cachestream.sources.token_windows import apply_packing
 from cachestream.storage.cache import Cache
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Publisher
 from cachestream.storage.reservations import Owner
 from cachestream.tools.bench import measure_loader
 from cachestream.tools.diagnose.machine import existing_folder, synced_bytes_per_s
@@ -107,8 +107,11 @@ def _store(packer: Packer, place: str, device: str) -> tuple[Throughput, Through
         publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, owner.name)
         # Several times if it is small: an epoch of a few samples says little of the loader.
         repeats = min(_REPEATS, max(1, SHARD_BYTES // packer.size_bytes))
-        if publisher.publish([packer.content({})] * repeats, [], UnitProgress(0)) is None:
-            raise CacheFullError(f"no space for {format_size(packer.size_bytes)} in {place}; try --folder")
+        for _ in range(repeats):
+            if publisher.publish(packer.content({}), 0, ()) is None:
+                raise CacheFullError(
+                    f"no space for {format_size(packer.size_bytes)} in {place}; try --folder"
+                )
         seconds = packer.size_bytes / synced_bytes_per_s(folder)
         sample_bytes = max(1, cache.size_bytes // cache.num_samples)
         batch_size = min(cache.num_samples, _BATCHES[1], max(_BATCHES[0], _BATCH_BYTES // sample_bytes))

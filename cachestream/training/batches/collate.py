@@ -16,23 +16,11 @@ from torch.utils.data._utils.collate import collate as collate_with
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cachestream.errors import ConfigError
-from cachestream.schema import KEY_FIELD, Schema
+from cachestream.training.batches.gather import to_container
 
 if TYPE_CHECKING:
+    from cachestream.schema import Schema
     from cachestream.training.batches.gather import Columns
-
-
-def to_container(columns: Columns, schema: Schema) -> Any:
-    """Return the fields in the samples' container: a dict, a tuple in their order, or the only field.
-
-    Keys are the field "__key__" of a dict, and the last element of a tuple.
-    """
-    if schema.container == "dict":
-        return columns
-    values = tuple(columns[name] for name in schema.names)
-    if KEY_FIELD in columns:
-        return (*values, columns[KEY_FIELD])
-    return values if schema.container == "tuple" else values[0]
 
 
 class _FirstDict(dict[str, Any]):

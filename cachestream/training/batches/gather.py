@@ -39,6 +39,19 @@ _ALIGNMENT: Final = 16  # of values that are gathered one after the other, enoug
 _NON_TEMPORAL_BYTES: Final = 2 << 20
 
 
+def to_container(columns: Columns, schema: Schema) -> Any:
+    """Return the fields in the samples' container: a dict, a tuple in their order, or the only field.
+
+    Keys are the field "__key__" of a dict, and the last element of a tuple.
+    """
+    if schema.container == "dict":
+        return columns
+    values = tuple(columns[name] for name in schema.names)
+    if KEY_FIELD in columns:
+        return (*values, columns[KEY_FIELD])
+    return values if schema.container == "tuple" else values[0]
+
+
 class Padded(NamedTuple):
     """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample.
 
@@ -126,6 +139,8 @@ class _Values:
         self.addresses, self.lengths, varying = column.spans(shards, rows)
         is_tensor = column.field.kind == "tensor"
         self.shapes = column.shapes_of(shards, rows, varying) if is_tensor else self.lengths[:, None]
+        if is_tensor and len(varying):
+            column.check_shapes(self.shapes, self.lengths, shards)
         self._pool = pool
 
     def gather(self) -> tuple[Bytes, list[int], list[int]]:
@@ -201,6 +216,8 @@ class FixedColumns:
 
     def __init__(self, maps: EpochMaps) -> None:
         self._maps = maps  # the addresses are of its arrays
+        container = maps.snapshot.schema.container
+        self._is_dict, self._is_tuple = container == "dict", container == "tuple"
         self._columns = [
             _Column(f.name, f.dtype, f.numpy_dtype, f.shape, f.row_bytes)
             for f in maps.snapshot.schema.fields
@@ -214,6 +231,13 @@ class FixedColumns:
             for base, column in zip(bases, self._columns, strict=True)
             for number in (base, column.row_bytes)
         )
+
+    def container(self, part: Columns) -> Any:
+        """As `to_container`, of samples that have no other fields."""
+        if self._is_dict:
+            return part
+        values = tuple(part.values())
+        return values if self._is_tuple else values[0]
 
     def allocate(
         self, lend: Callable[[int], memory.Loan], size: int, room: int
@@ -278,7 +302,7 @@ class Gatherer:
         self._lend_samples = lend_samples
         self._lend = pool.lend if lend_samples else pool.lend_rounded
         self._layouts = layouts_of(ragged, maps.snapshot.schema)
-        self._fixed = FixedColumns(maps)
+        self.fixed = FixedColumns(maps)
 
     def gather(self, shards: IntArray, rows: IntArray) -> Columns:
         """Return samples `rows` of `shards`, both int64 `[n]`, in memory of their own."""
@@ -296,13 +320,13 @@ class Gatherer:
         """
         first, last = bounds[0], bounds[-1]
         shards, rows, size = shards[first:last], rows[first:last], last - first
-        arrays, outs = self._fixed.allocate(self._lend, size, max(size, self._lend_samples))
+        arrays, outs = self.fixed.allocate(self._lend, size, max(size, self._lend_samples))
         batches = []
         for start, stop in pairwise(bounds):
             part = slice(start - first, stop - first)
-            fixed = self._fixed.part(arrays, part.start, part.stop)
+            fixed = self.fixed.part(arrays, part.start, part.stop)
             batches.append(self._batch(fixed, shards[part], rows[part]))
-        return batches, functools.partial(self._fixed.gather, shards, rows, arrays, outs, self.maps.keepers)
+        return batches, functools.partial(self.fixed.gather, shards, rows, arrays, outs, self.maps.keepers)
 
     def _batch(self, fixed: Columns, shards: IntArray, rows: IntArray) -> Columns:
         columns: Columns = {}

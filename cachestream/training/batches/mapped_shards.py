@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
-_BLOCK: Final = 65_536  # samples located at once, to share the cost of numpy calls
 
 
 class Spans(NamedTuple):
@@ -42,6 +40,14 @@ class Spans(NamedTuple):
     addresses: IntArray
     lengths: IntArray
     varying: IntArray
+
+
+class ChangedShardError(CorruptShardError):
+    """The shard at `position` of the snapshot was sound when it was mapped, and its file has changed since."""
+
+    def __init__(self, message: str, position: int = -1) -> None:
+        super().__init__(message)
+        self.position = position
 
 
 class FieldAddresses:
@@ -118,6 +124,9 @@ class FieldAddresses:
             else:
                 begins = read_numbers(table, 1)[:, 0] * self.item_bytes
                 ends = read_numbers(table + counts[varying] * 8, 1)[:, 0] * self.item_bytes
+            # The file may have changed since it was verified: what is read there now becomes an address.
+            if len(wrong := np.flatnonzero((begins < 0) | (ends < begins) | (ends > self.sizes[shards]))):
+                raise self._changed(int(shards[wrong[0]]))
             addresses[varying] = self.base[shards] + begins
             lengths[varying] = ends - begins
         return Spans(addresses, lengths, varying)
@@ -129,6 +138,19 @@ class FieldAddresses:
             tables, ndim = self.shapes[shards[varying]], self.field.ndim
             shapes[varying] = read_numbers(tables + rows[varying] * (8 * ndim), ndim)
         return shapes
+
+    def check_shapes(self, shapes: IntArray, lengths: IntArray, shards: IntArray) -> None:
+        """Raise ChangedShardError unless values of `shapes` have `lengths` bytes, for samples of `shards`."""
+        wrong = (shapes < 0).any(axis=1) | (shapes.prod(axis=1) * self.field.numpy_dtype.itemsize != lengths)
+        if wrong.any():
+            raise self._changed(int(shards[np.flatnonzero(wrong)[0]]))
+
+    def _changed(self, position: int) -> ChangedShardError:
+        return ChangedShardError(
+            f"shard {position + 1} of the epoch has changed on the disk since it was verified (the offsets of "
+            f"{self.field.name!r}); run 'cachestream verify CACHE --repair'",
+            position,
+        )
 
 
 class EpochMaps:
@@ -158,6 +180,8 @@ class EpochMaps:
             self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
         self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
         self.lengths: dict[str, ShardValues] = {} if previous is None else previous.lengths
+        # Of all epochs: a trainer may ask while the next epoch is prepared.
+        self._measuring: threading.Lock = threading.Lock() if previous is None else previous._measuring
         self._rows = self._rows_of_split()
         fields = (*snapshot.schema.fields, KEYS)
         self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}
@@ -201,14 +225,15 @@ class EpochMaps:
 
     def lengths_of(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
         """The length of `name` in each sample of the snapshot, int64 `[num_samples]`, and the damaged shards
-        (position, error), whose samples have 0. Used by one thread.
+        (position, error), whose samples have 0.
         """
-        if name not in self.lengths:
-            self.lengths[name] = ShardValues(
-                lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
-            )
-        values = self.lengths[name]
-        return values.of(self.snapshot).astype(np.int64), values.damaged
+        with self._measuring:
+            if name not in self.lengths:
+                self.lengths[name] = ShardValues(
+                    lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
+                )
+            values = self.lengths[name]
+            return values.of(self.snapshot).astype(np.int64), values.damaged
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
@@ -251,8 +276,8 @@ class EpochMaps:
         return damaged
 
     def after_fork(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may have held it."""
-        self._lock = threading.Lock()
+        """Replace the locks in a forked child: a thread of the parent may have held them."""
+        self._lock, self._measuring = threading.Lock(), threading.Lock()
 
     def _map(self, shard_id: int) -> MappedShard:
         shard = MappedShard(shard_path(self.snapshot.root, shard_id))
@@ -402,11 +427,3 @@ def find_locations(
     positions = np.repeat(starts - bounds[:-1], stops - starts) + np.arange(bounds[-1])
     shards, rows = maps.locate(order.at(positions))
     return SampleLocations(first, shards, rows, bounds)
-
-
-def locate_batches(order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps) -> Iterator[SampleLocations]:
-    """The locations of all batches of a rank, in blocks; the first is found now, the others on demand."""
-    step = max(1, _BLOCK // plan.batch_size)
-    blocks = pairwise([*range(0, plan.num_batches, step), plan.num_batches])
-    found = (find_locations(order, plan, rank, maps, *block) for block in blocks)
-    return chain([*islice(found, 1)], found)

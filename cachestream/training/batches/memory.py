@@ -33,7 +33,7 @@ except ImportError:  # no compiler at the installation
 
 Bytes = npt.NDArray[np.uint8]
 _NO_CHANGE: Final = nullcontext()
-_SIZES: Final = 8  # number of sizes of which free buffers are kept
+_SIZES: Final = 64  # number of sizes of which free buffers are kept: each field of a sample has its own
 _SMALL_BYTES: Final = 64 * 1024  # below this size malloc reuses memory as well as a pool, and is faster
 
 

@@ -8,21 +8,23 @@ fault that read from the disk, until all pages advised are found in memory.
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from cachestream.linux import ask_for_all, count_cached
-from cachestream.training.batches.mapped_shards import find_locations
+from cachestream.training.batches.mapped_shards import ChangedShardError, find_locations
 from cachestream.training.plan import LocalOrder, TailOrder
 
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
     from cachestream.training.batches.mapped_shards import EpochMaps
     from cachestream.training.plan import SampleOrder
-    from cachestream.training.segment import Segment
+    from cachestream.training.position import Segment
 
 # --- pages that are missing
 
@@ -135,7 +137,8 @@ _PENDING: Final = 2
 
 class ReadAhead:
     """Reads ahead for one rank's batches of `segment`, in a thread that ends when this object is freed.
-    `reach` is called by one thread at a time.
+
+    `reach` is for each batch whose number is a multiple of `every`. Thread-safe.
     """
 
     def __init__(
@@ -149,17 +152,26 @@ class ReadAhead:
         self._missing = missing or MissingPages()
         batch_bytes = max(1, segment.batch_bytes)
         self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
-        self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
+        self.every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
         self._order, self._offset = _innermost(segment.order)
         self._asked_to = 0  # batches, or positions in the order of runs
         self._most_positions = max(1, AHEAD_BYTES * segment.plan.batch_size // batch_bytes)
         self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
         self._pending: list[Future[None]] = []
+        self._reaching = threading.Lock()
 
     def reach(self, batch: int) -> None:
         """Read ahead from batch `batch` on, which is gathered next."""
-        if batch % self._every or not self._missing.may_miss_pages():
-            return
+        if not self._reaching.acquire(blocking=False):
+            return  # the thread that is in here looks as far ahead
+        try:
+            if self._missing.may_miss_pages():
+                with suppress(ChangedShardError):  # whoever gathers its samples raises it
+                    self._reach(batch)
+        finally:
+            self._reaching.release()
+
+    def _reach(self, batch: int) -> None:
         self._pending = [future for future in self._pending if not future.done()]
         if len(self._pending) >= _PENDING:
             return
@@ -175,12 +187,12 @@ class ReadAhead:
         segment, plan = self._segment, self._segment.plan
         if isinstance(self._order, LocalOrder):
             first = max(self._order.needs(self._offset + plan.position(batch))[0], self._asked_to)
-            upcoming = min(batch + 1 + self._every, plan.num_batches)
+            upcoming = min(batch + 1 + self.every, plan.num_batches)
             last = self._order.needs(self._offset + plan.position(upcoming))[1]
             self._asked_to = max(first, min(last, first + self._most_positions))
             runs = runs_of(segment.maps, *self._order.stretches(first, self._asked_to))
             return addresses_of(segment.maps, *runs)
-        step = max(1, self._every // 2)
+        step = max(1, self.every // 2)
         ahead = step if self._missing.is_first else self._ahead
         first, self._asked_to = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
         ranges = [(_NOTHING, _NOTHING)]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from enum import Enum
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.nested import nested_tensor_from_jagged
+from torch.utils._pytree import tree_leaves
 
 from cachestream import tracing
 from cachestream.errors import ConfigError
@@ -17,6 +22,10 @@ from cachestream.training.batches.memory import BufferPool
 
 BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
+_WITHOUT_TENSORS: Final = (
+    *(str, bytes, bytearray, int, float, complex, type(None), range, type, Enum, FunctionType, ModuleType),
+    *(np.ndarray, np.generic, torch.dtype, torch.device, torch.Size, torch.Generator),
+)
 # torch.accelerator has all that is used here from torch 2.8 on. Before, torch.cuda has the same functions.
 _IS_GENERAL: Final = hasattr(getattr(torch, "accelerator", None), "device_index")
 _runtime: Any = torch.accelerator if _IS_GENERAL else torch.cuda
@@ -48,9 +57,12 @@ class Transfer:
         """Start to move `batch`, and apply `transform` to it on its device."""
         return Staged(batch if transform is None else transform(batch))
 
-    def receive(self, staged: Staged) -> Any:
-        """Return the batch, safe to use on the current stream."""
-        return staged.batch
+    def receive(self, batch: Any, ready: torch.Event) -> Any:
+        """Return `batch`, whose last work on the device is `ready`, safe to use on the current stream."""
+        return batch
+
+    def close(self) -> None:
+        """Wait for the copies under way: their memory may be given to others then."""
 
 
 class AcceleratorTransfer(Transfer):
@@ -66,9 +78,10 @@ class AcceleratorTransfer(Transfer):
     def __init__(self, device: torch.device, keep: int) -> None:
         super().__init__(keep)
         self.device = device
-        self.pool = BufferPool(keep + _IN_FLIGHT, pinned=_can_pin(device))
-        is_single = device.type == "mps"
-        self._stream = _runtime.current_stream(device) if is_single else _new_stream(device)
+        with _on_device(device.index):  # before memory is pinned: that makes a context on the current device
+            is_single = device.type == "mps"
+            self._stream = _runtime.current_stream(device) if is_single else _new_stream(device)
+            self.pool = BufferPool(keep + _IN_FLIGHT, pinned=_can_pin(device))
         self._in_flight: deque[tuple[torch.Event, Any]] = deque()
         self._sending = threading.Lock()  # several threads send batches
 
@@ -92,13 +105,20 @@ class AcceleratorTransfer(Transfer):
                 copied.synchronize()
             self._in_flight.popleft()
 
-    def receive(self, staged: Staged) -> Any:
+    def receive(self, batch: Any, ready: torch.Event) -> Any:
         current = _runtime.current_stream(self.device)
         if current != self._stream:
-            if staged.ready is not None:
-                current.wait_event(staged.ready)
-            map_tensors(staged.batch, lambda tensor: _record(tensor, current))
-        return staged.batch
+            current.wait_event(ready)
+            for tensor in tensors_in(batch):
+                if tensor.device.type == current.device.type:
+                    tensor.record_stream(current)
+        return batch
+
+    def close(self) -> None:
+        with self._sending:
+            while self._in_flight:
+                self._in_flight[0][0].synchronize()
+                self._in_flight.popleft()  # not before: the copy reads its memory
 
 
 @contextmanager
@@ -109,12 +129,6 @@ def _on_stream(stream: Any) -> Iterator[None]:
         yield
     finally:
         _runtime.set_stream(before)
-
-
-def _record(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    if tensor.device.type == stream.device.type:
-        tensor.record_stream(stream)
-    return tensor
 
 
 def _can_pin(device: torch.device) -> bool:
@@ -139,6 +153,48 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(part, change) for part in value))
     return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in `value`: in mappings, sequences and sets, in the fields of dataclasses and other
+    objects, and in what is registered with torch's pytree.
+
+    Raises ConfigError for an iterator, which cannot be looked into: its tensors might be overwritten by the
+    next copy while they are used.
+    """
+    pending, seen = [value], set[int]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, torch.Tensor):
+            if part.is_nested:
+                pending += [part.values(), part.offsets()]  # type: ignore[attr-defined]
+            else:
+                yield part
+        elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:
+            seen.add(id(part))
+            pending += _parts_of(part)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, Sequence | AbstractSet | deque):
+        return value
+    if isinstance(value, Iterator):
+        raise ConfigError(
+            f"batch_transform returned a {type(value).__qualname__}, whose tensors cannot be found: return tensors in a dict, "
+            "a list, a tuple or a dataclass, or register the class with torch.utils._pytree"
+        )
+    leaves = tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def accelerator() -> str | None:

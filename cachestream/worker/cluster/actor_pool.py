@@ -12,7 +12,7 @@ from cachestream.errors import SourceUnavailableError, WorkerError
 from cachestream.worker.cluster.connection import ClusterOptions, check_port
 from cachestream.worker.cluster.read_actor import CALLS, ReadActor, installed_version
 from cachestream.worker.job import Job
-from cachestream.worker.sampling.unit_reader import Stall, UnitRead
+from cachestream.worker.units import Stall, UnitRead
 
 MOST_DEATHS: Final = 3  # of actors that start, or that read the same unit alone
 GET_S: Final = 10.0

@@ -26,17 +26,14 @@ class ClusterOptions:
 
     `address`: the cluster's, as `ray.init` takes it. `num_actors`: actors that read units, with the options
     `actor_options`; 0 if local processes read them. `group`: the caches that share one filling; "" for none.
-    `replicas`: the number of caches of the group that keep a shard; None for all. `exchange`: the share of a
-    cache's shards that is replaced by shards of others each epoch. `required`: nothing is read while the group
-    does not answer. `decoders`: the endings that plug-ins decode where the worker was started.
+    `required`: nothing is read while the group does not answer. `decoders`: the endings that plug-ins decode
+    where the worker was started.
     """
 
     address: str
     num_actors: int = 0
     actor_options: Mapping[str, Any] = field(default_factory=dict)
     group: str = ""
-    replicas: int | None = None
-    exchange: float = 0.0
     required: bool = False
     decoders: tuple[str, ...] = ()
 
@@ -47,7 +44,7 @@ def describe(options: ClusterOptions | None) -> str:
     if options is None or not options.group:
         return text
     required = ", share_required=True" if options.required else ""
-    return f"{text}, share={options.group!r}, replicas={options.replicas}, exchange={options.exchange:g}{required}"
+    return f"{text}, share={options.group!r}{required}"
 
 
 def import_ray() -> Any:

@@ -11,25 +11,24 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CorruptShardError
+from cachestream.errors import CacheError, CorruptShardError
 from cachestream.schema import WHOLE, Span, span_array, spans_of
-from cachestream.shard_format import LENGTH_BYTES, ShardContent, ShardData, header_bytes
+from cachestream.shard_format import LENGTH_BYTES, ShardContent, ShardData, encode_header, header_bytes
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import is_open, overlapping
-from cachestream.storage.os_errors import DiskFailedError
-from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
-from cachestream.storage.reservations import Owner
+from cachestream.storage.filling import overlapping
+from cachestream.storage.publish import Reserved, write_shard
 from cachestream.storage.telemetry import FETCHING, NO_SPACE, Board
-from cachestream.worker.cluster.directory import Copy, Range
+from cachestream.worker.cached_units import held_elsewhere, positions_in, positions_of
+from cachestream.worker.channel import SupervisorLink
+from cachestream.worker.cluster.directory import Copy
 from cachestream.worker.job import Job
+from cachestream.worker.messages import Import, Publication, SharedPass
 from cachestream.worker.order import PassPlan
-from cachestream.worker.sampling.cached_units import held_elsewhere, positions_in, positions_of
 
 ANSWER_S: Final = 10.0  # without an answer of the group for so long the cache goes on alone
 _AT_ONCE: Final = 4  # copies under way
@@ -45,7 +44,7 @@ class _Fetch:
 
     copy: Copy
     holder: str
-    reserved: int
+    reserved: Reserved
     until_s: float
 
 
@@ -53,15 +52,13 @@ class Copier:
     """Copies shards of other caches into `cache`, several at a time.
 
     `arrived`: the contents of those that have come, until the caller clears it. `refused`: those that this
-    cache cannot have. `exchanged` counts those of other partitions. `has_room` is False once a shard of an
-    earlier pass did not fit: none is evicted for those.
+    cache cannot have. `has_room` is False once a shard of an earlier pass did not fit: none is evicted for
+    those.
     """
 
-    def __init__(self, ray: Any, job: Job, cache: Cache) -> None:
-        self._ray, self._job, self._cache = ray, job, cache
-        self._owner = Owner.temporary(cache.directory, "copy")
+    def __init__(self, ray: Any, job: Job, cache: Cache, link: SupervisorLink) -> None:
+        self._ray, self._job, self._cache, self._link = ray, job, cache, link
         self._slot = Board(cache.directory.worker_file("board")).sharing_slot
-        self._publisher = Publisher(cache.directory, cache.catalogue, cache.reservations, self._owner.name)
         self._plan = ""  # of the current pass
         self._wanted: list[Copy] = []
         self._servers: Mapping[str, Any] = {}
@@ -71,23 +68,16 @@ class Copier:
         self._attempts: Counter[str] = Counter()  # failed ones, of each shard
         self.refused: list[str] = []
         self.arrived: set[str] = set()
-        self.exchanged = 0
         self.has_room = True
 
     def close(self) -> None:
         """Give up what is under way."""
         for fetch in self._fetches.values():
             self._cancel(fetch)
-        self._owner.release()
 
-    def want(
-        self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str, making: Sequence[Range]
-    ) -> None:
-        """Copy `copies` from `servers` from now on, and nothing of the positions `making` of the pass `plan`."""
-        for ref in [ref for ref, fetch in self._fetches.items() if fetch.copy.touches(plan, making)]:
-            self._cancel(self._fetches.pop(ref))  # it would come for nothing
-        self._wanted = [copy for copy in copies if not copy.touches(plan, making)]
-        self._servers, self._plan = servers, plan
+    def want(self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str) -> None:
+        """Copy `copies` from `servers` from now on; `plan` is that of the current pass."""
+        self._wanted, self._servers, self._plan = list(copies), servers, plan
         if not self._wanted:
             self._slot["state"] = FETCHING
 
@@ -151,24 +141,21 @@ class Copier:
         if len(twice := overlapping(cached.of(plan), spans)):
             unwanted |= [len(overlapping(twice, _at(position, spans))) > 0 for position in positions.tolist()]
         if plan.precedes(current):
-            unwanted |= self._cache.filling.being_made(positions_in(current, plan, positions))
+            shared: SharedPass = self._link.ask("shared_pass")
+            unwanted |= shared.is_making(positions_in(current, plan, positions))
         return set(positions[unwanted].tolist())
 
-    def _reserve(self, nbytes: int, *, may_evict: bool) -> int | None:
+    def _reserve(self, nbytes: int, *, may_evict: bool) -> Reserved | None:
         """Reserve space for a shard before it is asked for; None if there is none now."""
-        reservations, may_evict = self._cache.reservations, may_evict and self._job.when_full == "evict"
-        try:
-            return reservations.reserve(reservations.footprint(nbytes), self._owner.name, may_evict=may_evict)
-        except (CacheFullError, CacheLockedError, DiskFailedError):
-            return None
+        may_evict = may_evict and self._job.when_full == "evict"
+        reserved: list[Reserved] | None = self._link.ask("reserve_now", (nbytes,), may_evict)
+        return reserved[0] if reserved else None
 
     def _take(self, ref: Any) -> None:
         """Publish a shard that has arrived, or avoid the cache that did not give it."""
         fetch = self._fetches.pop(ref)
         try:
             self._publish(fetch, self._ray.get(ref, timeout=ANSWER_S))
-        except CatalogueReplacedError:
-            raise
         except CorruptShardError as error:
             self._drop(fetch, error)
             for holder, shard_id in fetch.copy.holders:
@@ -184,7 +171,7 @@ class Copier:
             self._drop(self._fetches.pop(ref), "it takes too long")
 
     def _cancel(self, fetch: _Fetch) -> None:
-        self._cache.reservations.cancel(fetch.reserved, self._owner.name)
+        self._link.ask("cancel", (fetch.reserved,))
 
     def _drop(self, fetch: _Fetch, reason: object) -> None:
         """Give up a copy, and avoid its holder for a while; after some attempts the samples are made here."""
@@ -201,33 +188,27 @@ class Copier:
     def _publish(self, fetch: _Fetch, data: npt.NDArray[np.uint8]) -> None:
         """Publish the samples of a shard that this cache lacks."""
         shard = _checked(data, fetch.copy)
-        shared, source = self._cache.filling.shared_pass(), self._job.fingerprint
-        assert shared is not None
+        shared: SharedPass = self._link.ask("shared_pass")
         text, pass_id = str(shard.fill["plan"]), shared.row.id
         plan, current = PassPlan.from_json(text), PassPlan.from_json(shared.row.plan)
-        is_foreign = plan.partition not in (None, self._job.partition)
-        if not (is_foreign or plan == current or plan.precedes(current)):
+        if not (plan == current or plan.precedes(current)):
             self._cancel(fetch)  # of a pass that has not begun here
             return
         if plan != current:
-            pass_id = self._cache.filling.enter_earlier_pass(source, text, shard.fill["length"])
+            pass_id = self._link.ask("earlier", self._job.fingerprint, text, shard.fill["length"])
         found = without(shard, self._unwanted(plan, current, fetch.copy.spans))
         if found is None:
             self._cancel(fetch)
             self.refused.append(fetch.copy.content)
             return
         content, spans = found
-        none = np.empty(0, np.int64)
-        positions = none if is_foreign else positions_in(current, plan, positions_of(spans))
-        progress = UnitProgress(pass_id)
-        is_wanted = partial(is_open, pass_id=pass_id, spans=spans, current=shared.row, positions=positions)
-        shard_ids = self._publisher.publish(
-            [content], spans, progress, reserved=[fetch.reserved], only_if=is_wanted
-        )
+        positions = positions_in(current, plan, positions_of(spans))
+        written = write_shard(self._cache.directory, fetch.reserved, encode_header(content), content)
+        publication = Publication(pass_id, (written,), spans)
+        self._link.ask("import", Import(publication, positions))
         self.arrived.add(fetch.copy.content)
         self._avoid_s.pop(fetch.holder, None)
         self._attempts.pop(fetch.copy.content, None)
-        self.exchanged += is_foreign and shard_ids is not None
 
 
 def last_line(reason: object) -> str:

@@ -12,14 +12,13 @@ import numpy.typing as npt
 from cachestream.errors import CorruptShardError
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.worker.cluster.connection import ClusterOptions
 from cachestream.worker.cluster.directory import Answer, CacheReport, GroupDirectory
 from cachestream.worker.job import Job
 
 Identity = tuple[tuple[str, str], ...]
 
 
-def identity_of(job: Job, cluster: ClusterOptions) -> Identity:
+def identity_of(job: Job) -> Identity:
     """The properties that all caches of a group have in common, as (beginning of a sentence, value)."""
     return (
         ("it is filled from the source", job.fingerprint),
@@ -28,7 +27,6 @@ def identity_of(job: Job, cluster: ClusterOptions) -> Identity:
         ("it has the order", job.kind),
         ("it has the seed", str(job.seed)),
         ("it divides the units among nodes:", str(job.partition.count) if job.partition else ""),
-        ("it keeps replicas:", str(cluster.replicas)),
     )
 
 
@@ -39,8 +37,8 @@ class GroupActor:
     directory is made anew from the reports of all caches.
     """
 
-    def __init__(self, identity: Identity, replicas: int | None) -> None:
-        self._identity, self._directory = identity, GroupDirectory(replicas)
+    def __init__(self, identity: Identity) -> None:
+        self._identity, self._directory = identity, GroupDirectory()
         self._servers: dict[str, Any] = {}
 
     def join(self, name: str, identity: Identity, server: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import pickle
 import socket
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
-from cachestream.sources.plugins import expect_decoders
+from cachestream.sources.registry import expect_decoders
 from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
 from cachestream.transport import object_limit
 from cachestream.worker.job import Job, Payload, unpack
@@ -36,7 +37,8 @@ from cachestream.worker.sampling.encode import Column, SampleChunk, Table, appro
 from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.sampling.transformer import Several, Transformer
-from cachestream.worker.sampling.unit_reader import FetchMeter, Stall, Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
+from cachestream.worker.units import Stall, Unit, UnitRead
 
 CALLS: Final = 3  # at once in one actor: two that alternate, and one for a backup
 RESULT_BYTES: Final = 8 << 20  # each object costs about a millisecond, here, there and in the raylet
@@ -357,7 +359,8 @@ class UnitsReader:
                 yield item
 
         beat = self._reader.meter.beat
-        return Fetcher(read, self._threads, BUFFER_BYTES, lambda number: beat(first + number))
+        # Without patience for silent units, no thread is started besides those that have a number here.
+        return Fetcher(read, self._threads, BUFFER_BYTES, lambda number: beat(first + number), math.inf)
 
     def _add(self, out: Outgoing, index: int, plan: PassPlan, delivery: Delivery) -> Iterator[None]:
         """Add what was delivered to `out`, transformed and encoded; yields after each sample."""

@@ -1,8 +1,7 @@
 """A sampling process that has its units read by actors of a Ray cluster.
 
-The process claims units, packs, reserves space, publishes and commits, as a local one does; reading,
-transforming and encoding is done by the actors (`read_actor`), which it starts, watches and kills. So the
-limit is kept by one process, and progress is committed with the shard, whatever dies elsewhere.
+The process packs and writes shards, as a local one does; reading, transforming and encoding is done by the
+actors (`read_actor`), which it starts, watches and kills.
 
 A unit whose actor dies is read again, alone in an actor, so that the next death has one cause. A unit that
 takes much longer than others is read by another actor as well, and what comes first counts: backup tasks
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import socket
 import statistics
 import threading
 import time
@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from cachestream.errors import SourceUnavailableError, WorkerError
 from cachestream.schema import Schema
-from cachestream.storage.cache import Cache
 from cachestream.storage.telemetry import Slot, board_text
 from cachestream.transport import object_limit
 from cachestream.worker.cluster.actor_pool import (
@@ -48,12 +47,13 @@ from cachestream.worker.cluster.read_actor import (
 )
 from cachestream.worker.cluster.remote_fetcher import RemoteFetcher
 from cachestream.worker.job import Job, Payload
+from cachestream.worker.messages import FillStatus
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling import sampler
 from cachestream.worker.sampling.encode import SampleChunk, Table
 from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.shard_writer import QuarantinedError
-from cachestream.worker.sampling.unit_reader import Stall, UnitRead
+from cachestream.worker.units import Stall, UnitRead
 
 LANES: Final = CALLS - 1  # calls of an actor besides a backup: one group is read while another is transformed
 GROUP_S: Final = 1.0
@@ -62,7 +62,6 @@ MOST_UNITS: Final = 256  # of a group
 BACKUP_S: Final = 2.0
 BACKUP_FACTOR: Final = 4.0  # of the median time of a unit
 _WINDOW: Final = 2  # units submitted ahead, in multiples of those that are read
-_GROUPS_PER_CLAIM: Final = 2
 _STOP_S: Final = 1.0
 _UNIT_BYTES: Final = 1 << 20  # assumed of the first unit
 _MEMORY: Final = 0.7  # of the last estimate, in a moving average
@@ -156,7 +155,7 @@ class Dispatcher:
         for call in calls:
             left = [u for u in call.left if len(self._reading[u]) == 1 and u not in self._deaths]
             is_due = now_s - call.unit_since_s >= limit_s
-            if not left or not is_due or not self._fetcher.is_next(left[0]):
+            if not left or not is_due:
                 continue
             others = [
                 actor
@@ -191,7 +190,7 @@ class Dispatcher:
         }
         for call in self._calls():
             left = call.left
-            if left and not self._fetcher.has_room(left[0]):
+            if left and not self._fetcher.has_room:
                 call.unit_since_s += now_s - call.heard_s
                 call.heard_s = now_s
             else:
@@ -220,10 +219,7 @@ class Dispatcher:
             errors.NodeDiedError,
         )
         try:
-            ref = call.stream._next_sync(0)  # `next` has no deadline
-            if ref.is_nil():
-                return
-            result = self._ray.get(ref, timeout=GET_S)
+            result = self._ray.get(next(call.stream), timeout=GET_S)  # it is ready
         except StopIteration:
             self._lose(call, "it ended early", is_death=False)
         except errors.RayTaskError as error:
@@ -321,7 +317,7 @@ class RayEngine:
 
     transform = staticmethod(outcome)
 
-    def __init__(self, job: Job, payload: Payload, cache: Cache, slot: Slot, stop: threading.Event) -> None:
+    def __init__(self, job: Job, payload: Payload, slot: Slot, stop: threading.Event) -> None:
         options = job.cluster
         assert options is not None
         self._slot, self._actors = slot, options.num_actors
@@ -346,10 +342,6 @@ class RayEngine:
     def window(self) -> int:
         return _WINDOW * LANES * self._actors * self._dispatcher.group_size
 
-    @property
-    def most_claimed(self) -> int:
-        return _GROUPS_PER_CLAIM * self._dispatcher.group_size
-
     def use_plan(self, plan: PassPlan) -> None:
         self._dispatcher.plan = plan.to_json()
 
@@ -368,6 +360,8 @@ class RayEngine:
         self._thread.join(_STOP_S)
 
 
-def main() -> None:
-    """The main of the process: its job comes through stdin, whose end means stop."""
-    sampler.main(RayEngine, later=(SourceUnavailableError,))
+def run(
+    end: socket.socket, job: Job, index: int, slot: Slot, status: FillStatus, schema: Schema | None
+) -> int:
+    """Be the sampling process of `job`; does not return."""
+    return sampler.run(end, job, index, slot, status, schema, RayEngine, later=(SourceUnavailableError,))

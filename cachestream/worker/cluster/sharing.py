@@ -4,7 +4,7 @@ The process reports to the directory of the group what the cache holds and makes
 the positions that they are to make, and copies the shards of the other caches. Ray carries the shards from
 node to node. While the group does not answer, the cache is filled from the remote alone.
 
-It may be killed at any point: the cache's claims and shards tell the next one where it stood.
+It may be killed at any point: the supervisor and the shards tell the next one where it stood.
 """
 
 from __future__ import annotations
@@ -16,34 +16,32 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final
 
-from cachestream.errors import CacheError, CorruptShardError, SourceUnavailableError, WorkerError
+from cachestream.errors import CorruptShardError, SourceUnavailableError, WorkerError
 from cachestream.linux import name_process
 from cachestream.schema import spans_of
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import SharedPass
-from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.cluster.connection import ClusterOptions, connect
 from cachestream.worker.cluster.copier import ANSWER_S, Copier, last_line
 from cachestream.worker.cluster.directory import CacheReport, HeldShard
 from cachestream.worker.cluster.group import GroupActor, ShardServer, identity_of
-from cachestream.worker.cluster.supervision import ALONE, ANSWERS, WAITING
+from cachestream.worker.cluster.supervision import ALONE, WAITING
 from cachestream.worker.health import LATER_PAUSE_S
-from cachestream.worker.job import Job, load_shared
+from cachestream.worker.job import Job
+from cachestream.worker.messages import SharedPass
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import block_size
-from cachestream.worker.processes import SignsOfLife, exit_code, exit_now, tie_to_supervisor
+from cachestream.worker.processes import end_soon, exit_code, exit_now, heed_signals
 
 SYNC_S: Final = 0.3
-_OFFERED: Final = 2  # claims ready for each sampling process
+_OFFERED: Final = 2  # blocks of units ready for each sampling process
 _MOST_FAILURES: Final = 5
 _LEAVE_S: Final = 1.0
 _CONNECT_S: Final = 50.0  # longer than an answer
 _OFTEN: Final = 16  # larger groups synchronise less often
-_EXCHANGES: Final = 8  # shards asked for at once
 # The group's actor runs on the head: another node that is cut off does not take the directory with it.
 _LASTING: Final[dict[str, Any]] = {"max_restarts": -1, "resources": {"node:__internal_head__": 0.001}}
 
@@ -56,9 +54,9 @@ class FillingAlone:
     """
 
     def __init__(
-        self, cache: Cache, cluster: ClusterOptions, num_workers: int, stop: threading.Event
+        self, link: SupervisorLink, cluster: ClusterOptions, num_workers: int, stop: threading.Event
     ) -> None:
-        self._cache, self._group, self._num_workers, self._stop = cache, cluster.group, num_workers, stop
+        self._link, self._group, self._num_workers, self._stop = link, cluster.group, num_workers, stop
         self._must_wait = cluster.required
         self._answered_s = time.monotonic() + _CONNECT_S
         self._is_alone: bool | None = None  # None until it is known
@@ -67,7 +65,8 @@ class FillingAlone:
     def answered(self) -> None:
         """Note that the group has answered."""
         if self._is_alone is not False:
-            sys.stderr.write(f"the group {self._group!r} answers\n{ANSWERS}\n")
+            sys.stderr.write(f"the group {self._group!r} answers\n")
+            self._link.tell("group", "")
         self._answered_s, self._is_alone = time.monotonic(), False
 
     def begin(self, reason: str) -> None:
@@ -78,29 +77,27 @@ class FillingAlone:
     def _note(self, reason: str) -> None:
         if not self._is_alone:
             self._is_alone = True
-            then = WAITING if self._must_wait else ALONE
-            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n{then}\n")
+            sys.stderr.write(f"the group {self._group!r} does not answer ({reason})\n")
+            self._link.tell("group", WAITING if self._must_wait else ALONE)
 
     def _run(self) -> None:
-        life = SignsOfLife()  # here: this thread never waits for Ray
         while not self._stop.wait(SYNC_S):
-            life.show()
+            self._link.tell("alive")  # here: this thread never waits for Ray
             silent_s = time.monotonic() - self._answered_s
             if silent_s > ANSWER_S:
                 self._note(f"for {silent_s:.0f} s")
                 if not self._must_wait:
-                    with suppress(CacheError):  # another try follows
-                        self._offer()
+                    self._offer()
 
     def _offer(self) -> None:
-        shared = self._cache.filling.shared_pass()
+        shared: SharedPass | None = self._link.ask("shared_pass")
         if shared is None or not shared.undecided:
             return
+        size = block_size(shared.row.length, self._num_workers)
         for _ in range(_OFFERED * self._num_workers - shared.offered):
             start, stop = random.choice(shared.undecided)
-            size = block_size(shared.row.length, self._num_workers)
             start = random.randrange(start, stop, size)
-            self._cache.filling.decide(shared.row.id, make=[(start, min(stop, start + size))], done=())
+            self._link.ask("decide", shared.row.id, [(start, min(stop, start + size))], [])
 
 
 class HeldShards:
@@ -110,9 +107,6 @@ class HeldShards:
         self._cache = cache
         self._shards: dict[int, HeldShard | None] = {}  # None for one that cannot be shared
         self._reported: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._shards)
 
     @property
     def contents(self) -> set[str]:
@@ -138,12 +132,21 @@ class HeldShards:
 class GroupMember:
     """Shares the filling of `cache` with its group, until `stop`."""
 
-    def __init__(self, ray: Any, job: Job, cache: Cache, alone: FillingAlone, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        job: Job,
+        cache: Cache,
+        link: SupervisorLink,
+        alone: FillingAlone,
+        stop: threading.Event,
+    ) -> None:
         assert job.cluster is not None
+        self._link = link
         self._ray, self._job, self._cluster, self._cache = ray, job, job.cluster, cache
         self._alone, self._stop = alone, stop
         self.name = f"{socket.gethostname()}:{cache.path}"
-        self._shards, self._copier = HeldShards(cache), Copier(ray, job, cache)
+        self._shards, self._copier = HeldShards(cache), Copier(ray, job, cache, link)
         node = ray.get_runtime_context().get_node_id()
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         server = ray.remote(ShardServer).options(num_cpus=0, scheduling_strategy=strategy)
@@ -153,8 +156,6 @@ class GroupMember:
         self._has_joined = self._joins = False
         self._num_refused = 0  # of the shards that the copier has refused, as reported
         self._failures = 0  # in succession
-        self._to_exchange = 0.0  # shards, in all
-        self._snapshots = cache.filling.state().snapshots
         self._num_members = 1
 
     def run(self) -> None:
@@ -183,11 +184,11 @@ class GroupMember:
 
     def _join(self) -> None:
         """Join the group. Its actor is made by the first cache, and by another one when that is gone."""
-        members = identity_of(self._job, self._cluster)
+        members = identity_of(self._job)
         actor = self._ray.remote(GroupActor).options(
             name=f"group {self._cluster.group}", get_if_exists=True, num_cpus=0, **_LASTING
         )
-        group = actor.remote(members, self._cluster.replicas)
+        group = actor.remote(members)
         self._groups.append(group)
         difference = self._ray.get(group.join.remote(self.name, members, self._server), timeout=3 * ANSWER_S)
         if difference:
@@ -195,7 +196,7 @@ class GroupMember:
                 f"the cache {self._cache.path} does not fit the group {self._cluster.group!r}: {difference}; "
                 "give the group another name, or all its caches the same"
             )
-        self._cache.filling.share()
+        self._link.ask("share")
         self._shards.report_all()
         self._num_refused = 0
         self._has_joined = self._joins = True
@@ -210,7 +211,7 @@ class GroupMember:
             self._ready, self._ready_by_s = self._server.ready.remote(), math.inf
 
     def _sync(self) -> None:
-        shared = self._cache.filling.shared_pass()
+        shared: SharedPass | None = self._link.ask("shared_pass")
         if shared is None or shared.row.length is None:
             return
         report = self._report(shared)
@@ -221,16 +222,13 @@ class GroupMember:
         self._alone.answered()
         self._joins, self._failures, self._num_members = False, 0, answer.num_members
         plan = PassPlan.from_json(shared.row.plan)
-        if answer.ordinal > plan.ordinal and self._cache.filling.follow_group(
-            shared.row, replace(plan, ordinal=answer.ordinal).to_json()
-        ):
+        if answer.ordinal > plan.ordinal and self._link.ask("follow", shared.row.id, answer.ordinal):
             return
-        self._copier.want(answer.copies, servers, shared.row.plan, answer.make)
+        self._copier.want(answer.copies, servers, shared.row.plan)
         if answer.make or answer.done:
-            self._cache.filling.decide(shared.row.id, make=answer.make, done=answer.done)
+            self._link.ask("decide", shared.row.id, list(answer.make), list(answer.done))
 
     def _report(self, shared: SharedPass) -> CacheReport:
-        state = self._cache.filling.state()
         added, removed = self._shards.changes()
         self._copier.arrived.clear()
         wanted = _OFFERED * self._job.num_workers - shared.offered
@@ -245,17 +243,9 @@ class GroupMember:
             removed,
             tuple(refused),
             wants=max(0, wanted),
-            exchange=self._exchange(state.snapshots),
-            has_evicted=state.has_evicted,
-            has_room=self._copier.has_room and not state.evicted_shards,
+            has_room=self._copier.has_room and not self._cache.filling.state().evicted_shards,
             joins=self._joins,
         )
-
-    def _exchange(self, snapshots: int) -> int:
-        """The number of shards that this cache takes in exchange now: a share of its shards each epoch."""
-        self._to_exchange += self._cluster.exchange * len(self._shards) * max(0, snapshots - self._snapshots)
-        self._snapshots = snapshots
-        return min(_EXCHANGES, max(0, int(self._to_exchange) - self._copier.exchanged))
 
     def _lose_group(self, error: Exception) -> None:
         """Join again at the next step, or raise SourceUnavailableError after several failures in succession.
@@ -264,7 +254,7 @@ class GroupMember:
         """
         sys.stderr.write(f"the group {self._cluster.group!r} is away: {last_line(error)}\n")
         self._has_joined = False
-        self._copier.want((), {}, "", ())
+        self._copier.want((), {}, "")
         self._failures += 1
         if self._failures == _MOST_FAILURES:
             raise SourceUnavailableError(f"the Ray cluster at {self._cluster.address} is away")
@@ -303,21 +293,27 @@ def _held_shard(root: str, shard_id: int) -> HeldShard | None:
     return HeldShard(shard.content_hash, shard_id, shard.size_bytes, plan, spans, is_part)
 
 
-def main() -> None:
-    """The main of the process: its job comes through stdin, whose end means stop."""
+def run(end: socket.socket, job: Job) -> int:
+    """Be the process that shares the filling of `job`; does not return."""
     stop = threading.Event()
-    (job_fd,) = tie_to_supervisor(stop)
+    heed_signals(stop)
     name_process("cs-sharing")
-    job = load_shared(job_fd)
+
+    def on_message(kind: str, *_: Any) -> None:
+        if kind == "stop":
+            stop.set()
 
     def work() -> None:
         cluster, cache = job.cluster, Cache(job.root)
         assert cluster is not None
-        alone = FillingAlone(cache, cluster, job.num_workers, stop)
+        link = SupervisorLink(end, on_message, lambda: end_soon(stop))
+        alone = FillingAlone(link, cluster, job.num_workers, stop)
         try:
             if (ray := _connect(cluster, alone, stop)) is not None:
-                GroupMember(ray, job, cache, alone, stop).run()
+                GroupMember(ray, job, cache, link, alone, stop).run()
         except SourceUnavailableError as error:  # another process connects again
             sys.stderr.write(f"{error}\n")
 
-    exit_now(exit_code(work, fatal=WorkerError, restart=(CatalogueReplacedError,)))
+    code = exit_code(work, fatal=WorkerError)
+    exit_now(code)
+    return code

@@ -6,30 +6,27 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from cachestream.storage.cache import Cache
+from cachestream.storage.layout import Directory
 from cachestream.storage.telemetry import Slot
 from cachestream.worker.job import Job, Payload
 from cachestream.worker.order import PassPlan
-from cachestream.worker.passes import MOST_POSITIONS
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
-from cachestream.worker.sampling.unit_reader import FetchMeter, Stall, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
+from cachestream.worker.units import Stall, UnitRead
 
 BUFFER_BYTES: Final = 64 * 2**20
 _WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
 
 
 class UnitFetcher(Protocol):
-    """Reads the submitted units, and delivers the samples of each claim in their order; see `Fetcher`."""
+    """Reads the submitted units, and delivers the samples of each in their order; see `Fetcher`."""
 
     def __len__(self) -> int: ...
     @property
     def awaited(self) -> UnitRead | None: ...
-    @property
-    def is_idle(self) -> bool: ...
     def stalls(self) -> tuple[list[Stall], bool]: ...
     def submit(self, unit_reads: list[UnitRead]) -> None: ...
-    def put_aside(self, unit_read: UnitRead) -> bool: ...
-    def hold(self, held: bool) -> None: ...
+    def wake(self) -> None: ...
     def next(self, timeout_s: float) -> Delivery | None: ...
 
 
@@ -37,7 +34,6 @@ class Engine(Protocol):
     """The part of a sampling process that reads units: in its own threads, or elsewhere.
 
     `transform` is applied to the samples that are delivered. `window`: the number of units submitted ahead.
-    `most_claimed`: the number of units in one claim, at most.
     """
 
     @property
@@ -46,8 +42,6 @@ class Engine(Protocol):
     def transform(self) -> Callable[..., Any] | None: ...
     @property
     def window(self) -> int: ...
-    @property
-    def most_claimed(self) -> int: ...
     def use_plan(self, plan: PassPlan) -> None:
         """Read units of the pass `plan` from now on."""
 
@@ -64,10 +58,10 @@ class Engine(Protocol):
 class LocalEngine:
     """Reads units in threads of this process, as many at once as pays."""
 
-    def __init__(self, job: Job, payload: Payload, cache: Cache, slot: Slot, stop: threading.Event) -> None:
+    def __init__(self, job: Job, payload: Payload, slot: Slot, stop: threading.Event) -> None:
         self.transform = payload.transform
-        self.window, self.most_claimed = _WINDOW * job.concurrency, MOST_POSITIONS
-        meter = FetchMeter(slot, job.bandwidth_bytes_per_s, cache.directory.worker_file("budget"))
+        self.window = _WINDOW * job.concurrency
+        meter = FetchMeter(slot, job.bandwidth_bytes_per_s, Directory(job.root).worker_file("budget"))
         self._reader = UnitReader(
             payload.source,
             meter,

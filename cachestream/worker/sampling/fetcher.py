@@ -1,14 +1,11 @@
-"""Several units in flight, delivered in order, so that latency does not limit the speed.
+"""Several units in flight, so that latency does not limit the speed.
 
-Each thread reads one unit at a time (fetching and decoding release the GIL); the main thread takes the
-samples in the order in which the units were submitted, so that the progress of a claim is one number. The
-bytes that wait are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
-unit that does not answer can be put aside: it keeps its thread, another thread takes its place, and the unit
-becomes the next one as soon as samples of it arrive.
+Each thread reads one unit at a time (fetching and decoding release the GIL); the main thread takes the samples.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -19,8 +16,9 @@ from typing import Final, Protocol
 from cachestream.storage.telemetry import READS_AT_ONCE, Slot
 from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.unit_reader import Stall, UnitRead, UnitState
+from cachestream.worker.units import Stall, UnitRead
 
+PATIENCE_S: Final = 1.0
 FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came
 TURN_S: Final = 0.3
 GAIN: Final = 1.3
@@ -107,7 +105,7 @@ class Concurrency:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Samples of the next unit; `finished` if they are its last ones."""
+    """Samples of a unit; `finished` if they are its last ones."""
 
     unit_read: UnitRead
     chunks: list[SampleChunk]
@@ -119,100 +117,79 @@ ReadUnit = Callable[[UnitRead, int], Iterator[SampleChunk | float]]
 
 
 class Fetcher:
-    """Daemon threads that read the submitted units, `threads` besides those of units put aside.
+    """Daemon threads that read the submitted units, `threads` at once besides those of silent units.
+
+    Samples are delivered in the order in which the units were submitted, except that a unit that has brought
+    nothing for `patience_s` lets the others go first, and another thread takes its place. The bytes that wait
+    are bounded; the unit that is next has a bound of its own: if it could not continue, no unit could.
 
     Used from one thread. Each reason to wait has a condition of its own, so that an event wakes one thread
     and not all of them.
     """
 
-    def __init__(self, read: ReadUnit, threads: int, max_bytes: int, on_wait: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        read: ReadUnit,
+        threads: int,
+        max_bytes: int,
+        on_wait: Callable[[int], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._read, self._max_bytes, self._on_wait = read, max_bytes, on_wait
+        self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)  # samples or the end of the next unit
+        self._arrived = threading.Condition(self._lock)  # samples or the end of a unit that may be delivered
         self._units = threading.Condition(self._lock)  # units to be read
         self._room = threading.Condition(self._lock)  # room for samples
         self._turn = threading.Condition(self._lock)  # more threads may read than before
-        self._resumed = threading.Condition(self._lock)  # units put aside may be tried again
         self._order: deque[UnitRead] = deque()
         self._todo: deque[UnitRead] = deque()
-        self._aside: list[UnitRead] = []
         self._bytes = 0
-        self._held = self._stopped = False
+        self._woken = False
+        self._stop = threading.Event()
         self._threads = self._busy = 0  # threads, and those that read a unit
-        self._most = self.active = threads
+        self._silent = 0  # units that let others go first
+        self.active = threads
 
     def _start_threads(self) -> None:
-        """Start the threads that are missing: those of units put aside are needed besides."""
-        while self._threads < min(READS_AT_ONCE, self.active + len(self._aside)):
+        """Start the threads that are missing: those of silent units are needed besides."""
+        while self._threads < min(READS_AT_ONCE, self.active + self._silent):
             name = f"fetch-{self._threads}"
             threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True).start()
             self._threads += 1
 
     def __len__(self) -> int:
         """Units submitted and not yet delivered to their end."""
-        return len(self._order) + len(self._aside)
+        return len(self._order)
 
     @property
     def reading(self) -> int:
-        """The units that are read now, besides those put aside."""
-        return self._busy - len(self._aside)
+        """The units that are read now, besides silent ones."""
+        return self._busy - self._silent
 
     @property
     def awaited(self) -> UnitRead | None:
-        """The next unit to be delivered, if there is nothing of it to deliver yet."""
+        """The first unit in order, if there is nothing of it to deliver yet."""
         with self._lock:
             unit_read = self._order[0] if self._order else None
             return unit_read if unit_read is not None and unit_read.is_awaited else None
 
     def stalls(self) -> tuple[list[Stall], bool]:
-        """The stalls of units, the next unit first; and True if all other units wait for these."""
+        """The stalls of units, the first unit first; and True if nothing can be delivered because of these."""
         with self._lock:
-            waiting = [unit_read.stall for unit_read in self._aside if unit_read.stall is not None]
-            all_wait = not self._order and bool(waiting)
-            if self._order and self._order[0].is_awaited and self._order[0].stall is not None:
-                waiting.insert(0, self._order[0].stall)
-                all_wait = True
-            return waiting, all_wait
+            stalls = [one.stall for one in self._order if one.stall is not None and one.is_awaited]
+            waits = all(
+                one.is_awaited and (one.stall is not None or one.heard_s is None) for one in self._order
+            )
+            return stalls, bool(stalls) and waits
 
     def submit(self, unit_reads: list[UnitRead]) -> None:
         """Read `unit_reads` after those submitted before."""
         with self._lock:
             self._order.extend(unit_reads)
-            unread = [unit_read for unit_read in unit_reads if not unit_read.finished]
-            self._todo.extend(unread)
+            self._todo.extend(unit_reads)
             self._start_threads()
-            self._units.notify(len(unread))
-
-    def put_aside(self, unit_read: UnitRead) -> bool:
-        """Deliver the units behind `unit_read` first; another thread takes its place.
-
-        False if it is not the next unit any more, if something of it came, or if as many units are put aside
-        as there may be: if more do not answer, the remote as a whole is away.
-        """
-        with self._lock:
-            # A unit that was put aside earlier may have arrived meanwhile, and be next.
-            is_next = bool(self._order) and self._order[0] is unit_read and unit_read.is_awaited
-            if not is_next or len(self._aside) >= min(self._most, READS_AT_ONCE - 1):
-                return False
-            self._order.popleft()
-            self._aside.append(unit_read)
-            self._start_threads()
-            self._room.notify_all()
-            self._turn.notify_all()
-            return True
-
-    def hold(self, held: bool) -> None:
-        """Have units that are put aside pause, from the end of their current attempt on, or go on."""
-        with self._lock:
-            self._held = held
-            if not held:
-                self._resumed.notify_all()
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no unit is being read, or waits to be read or delivered; held units do not count."""
-        with self._lock:
-            return self._held and not self._order and all(u.state is UnitState.PAUSED for u in self._aside)
+            self._units.notify(len(unit_reads))
 
     def use(self, threads: int) -> None:
         """Let at most `threads` threads begin to read further units."""
@@ -223,19 +200,50 @@ class Fetcher:
                 self._turn.notify_all()
                 self._units.notify_all()
 
+    def wake(self) -> None:
+        """Have `next` return now; from any thread."""
+        with self._lock:
+            self._woken = True
+            self._arrived.notify()
+
     def next(self, timeout_s: float) -> Delivery | None:
-        """Samples or the end of the next unit, as soon as they arrive; None at the deadline."""
+        """Samples or the end of the next unit, as soon as they arrive; None at the deadline, or after `wake`."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while True:
-                if self._order:
-                    unit_read = self._order[0]
-                    if unit_read.chunks or unit_read.finished:
-                        return self._deliver(unit_read)
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
+                if self._order and not self._order[0].is_awaited:
+                    return self._deliver(self._order[0])
+                now_s = time.monotonic()
+                found, until_s = self._look(now_s)
+                if found is not None:
+                    return self._deliver(found)
+                if now_s >= deadline_s or self._woken:
+                    self._woken = False
                     return None
-                self._arrived.wait(left_s)
+                self._arrived.wait(min(deadline_s, until_s) - now_s)
+
+    def _look(self, now_s: float) -> tuple[UnitRead | None, float]:
+        """The unit to deliver, if any, and the time at which the next one may be silent."""
+        found, until_s, is_blocked, silent = None, math.inf, False, 0
+        for unit_read in self._order:
+            if unit_read.is_silent(now_s, self._patience_s):
+                silent += 1
+            elif unit_read.is_awaited:
+                is_blocked = True  # nothing behind it may be delivered
+                if unit_read.heard_s is not None:
+                    until_s = min(until_s, unit_read.heard_s + self._patience_s + 0.001)
+            elif not is_blocked and found is None:
+                found = unit_read
+        if silent != self._silent:
+            self._let_others_read(silent)
+        return found, until_s
+
+    def _let_others_read(self, silent: int) -> None:
+        self._silent = min(silent, READS_AT_ONCE - 1)
+        self._start_threads()
+        self._room.notify_all()
+        self._turn.notify_all()
+        self._units.notify_all()
 
     def _deliver(self, unit_read: UnitRead) -> Delivery:
         chunks = list(unit_read.chunks)
@@ -243,7 +251,7 @@ class Fetcher:
         self._bytes -= unit_read.waiting_bytes
         unit_read.waiting_bytes = 0
         if unit_read.finished:
-            self._order.popleft()
+            self._order.remove(unit_read)
         # There is room now, and another unit may be next: either lets waiting threads continue.
         self._room.notify_all()
         return Delivery(unit_read, chunks, unit_read.finished)
@@ -251,9 +259,9 @@ class Fetcher:
     def stop(self) -> None:
         """Let the threads end; samples that are not delivered are dropped."""
         with self._lock:
-            self._stopped = True
+            self._stop.set()
             self._todo.clear()
-            for condition in (self._arrived, self._units, self._room, self._turn, self._resumed):
+            for condition in (self._arrived, self._units, self._room, self._turn):
                 condition.notify_all()
 
     def _work(self, number: int) -> None:
@@ -262,7 +270,7 @@ class Fetcher:
             try:
                 for item in self._read(unit_read, number):
                     goes_on = (
-                        self._pause(unit_read, item)
+                        not self._stop.wait(item)
                         if isinstance(item, float)
                         else self._put(unit_read, item, number)
                     )
@@ -272,61 +280,48 @@ class Fetcher:
                 error = caught
             with self._lock:
                 self._busy -= 1
-                unit_read.error = error
-                unit_read.enter(UnitState.FINISHED)
+                unit_read.error, unit_read.finished = error, True
                 self._note_arrival(unit_read)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
-            while not self._stopped:
-                if number >= self.active + len(self._aside):  # each of these has a thread of its own
+            while not self._stop.is_set():
+                if number >= self.active + self._silent:  # each of these has a thread of its own
                     self._turn.wait()
                 elif self._todo:
                     self._busy += 1
                     unit_read = self._todo.popleft()
-                    unit_read.enter(UnitState.READING)
+                    unit_read.heard_s = time.monotonic()
+                    self._arrived.notify()  # from now on its silence counts
                     return unit_read
                 else:
                     self._units.wait()
             return None
 
-    def _pause(self, unit_read: UnitRead, pause_s: float) -> bool:
-        """Wait before the next attempt; False if stopped meanwhile."""
-        until_s = time.monotonic() + pause_s
-        with self._lock:
-            unit_read.enter(UnitState.PAUSED)
-            while not self._stopped:
-                left_s = until_s - time.monotonic()
-                is_held = self._held and unit_read in self._aside
-                if left_s <= 0 and not is_held:
-                    break
-                self._resumed.wait(None if is_held else left_s)
-            unit_read.enter(UnitState.READING)
-            return not self._stopped
-
     def _note_arrival(self, unit_read: UnitRead) -> None:
-        """Note that samples or the end of `unit_read` came, and wake the main thread if that unit is next."""
-        if unit_read in self._aside:
-            self._aside.remove(unit_read)
-            self._order.appendleft(unit_read)
-        if self._order and self._order[0] is unit_read:
-            self._arrived.notify()
+        """Wake the main thread if samples or the end of `unit_read` can be delivered now."""
+        unit_read.heard_s = now_s = time.monotonic()
+        for one in self._order:
+            if one is unit_read:
+                self._arrived.notify()
+                return
+            if not one.is_silent(now_s, self._patience_s):
+                return
 
     def _has_room(self, unit_read: UnitRead) -> bool:
-        """True if samples of `unit_read` may be kept.
-
-        The next unit has a bound of its own, so that it can always continue.
-        """
-        if not self._order or self._order[0] is unit_read:
+        """True if samples of `unit_read` may be kept."""
+        now_s = time.monotonic()
+        first = next((one for one in self._order if not one.is_silent(now_s, self._patience_s)), unit_read)
+        if first is unit_read:
             return unit_read.waiting_bytes < self._max_bytes
         return self._bytes < self._max_bytes
 
     def _put(self, unit_read: UnitRead, chunk: SampleChunk, number: int) -> bool:
         with self._lock:
-            while not self._stopped and not self._has_room(unit_read):
+            while not self._stop.is_set() and not self._has_room(unit_read):
                 self._on_wait(number)
                 self._room.wait(_TICK_S)
-            if self._stopped:
+            if self._stop.is_set():
                 return False
             unit_read.chunks.append(chunk)
             unit_read.waiting_bytes += chunk.nbytes

@@ -261,14 +261,14 @@ def _width(dtype: str) -> int:
 
 @dataclass(slots=True)
 class FirstSamples:
-    """The samples that a process has held back since `since_s`, in their order, and their `votes`.
+    """The samples that a process holds back since `since_s`, in their order, and their `votes`.
 
-    `others`: the votes of the other processes; None until they have been read.
+    `told`: the votes that the supervisor knows.
     """
 
     tables: list[Table] = dataclasses.field(default_factory=list)
     votes: Votes = dataclasses.field(default_factory=list)
-    others: Votes | None = None
+    told: Votes | None = None
     nbytes: int = 0
     since_s: float = 0.0
 
@@ -279,25 +279,36 @@ class FirstSamples:
         self.nbytes += table.nbytes
         self.votes = counted(self.votes, [(table.schema, len(table))])
 
-    @property
-    def all_votes(self) -> Votes:
-        """The known votes of all processes."""
-        return counted(self.votes, self.others or [])
+    def is_due(self, now_s: float, most_bytes: int) -> bool:
+        """True if the supervisor is to hear of the votes: there are enough, or they wait, or are others by now."""
+        if not self.tables or self.votes is self.told:
+            return False
+        count = sum(each for _, each in self.votes)
+        return count >= ALIKE or self.nbytes >= most_bytes or now_s - self.since_s >= ALIKE_S
 
-    def due_in_s(self, now_s: float, most_bytes: int) -> float:
-        """The time left until the next step: to ask for the votes of the others, then to decide.
 
-        0 if the step is due: there are enough votes, or more than `most_bytes` are held back.
-        """
-        if not self.tables or self.nbytes >= most_bytes:
-            return 0.0
-        votes = self.all_votes
+@dataclass(slots=True)
+class Election:
+    """The votes of all processes on the fields of a cache: those that most of the first samples have win."""
+
+    votes: dict[int, Votes] = dataclasses.field(default_factory=dict)  # by process
+    since_s: float | None = None
+
+    def vote(self, process: int, votes: Votes, now_s: float) -> None:
+        """Note the votes of a process, in place of its earlier ones."""
+        self.votes[process] = votes
+        self.since_s = now_s if self.since_s is None else self.since_s
+
+    def winner(self, now_s: float) -> Schema | None:
+        """The schema of the cache; None if it is not decided yet."""
+        if self.since_s is None:
+            return None
+        votes: Votes = []
+        for given in self.votes.values():
+            votes = counted(votes, given)
         count = sum(each for _, each in votes)
-        if self.others is None:
-            return 0.0 if count >= ALIKE else max(0.0, self.since_s + ALIKE_S - now_s)
-        if len(votes) <= 1 or count >= MIXED:
-            return 0.0
-        return max(0.0, self.since_s + MIXED_S - now_s)
+        is_decided = len(votes) == 1 or count >= MIXED or now_s - self.since_s >= MIXED_S
+        return majority(votes) if is_decided else None
 
 
 def majority(votes: Votes) -> Schema | None:

@@ -1,41 +1,42 @@
-"""The open shard and its publication, by a thread, while the next shard is packed."""
+"""The open shard and its publication, by a thread, while the next shard is packed.
+
+A sampling process writes the file; its supervisor reserves the space before, and publishes it after.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from cachestream import tracing
 from cachestream.config import format_size
-from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
+from cachestream.errors import CacheFullError, CacheLockedError, SampleError, SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out, span_array
-from cachestream.shard_format import ShardContent
-from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
+from cachestream.shard_format import ShardContent, encode_header
+from cachestream.storage.layout import Directory
+from cachestream.storage.os_errors import DiskFailedError
 from cachestream.storage.progress import PassRow
-from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.publish import Reserved, WrittenShard, write_shard
 from cachestream.storage.reservations import disk_footprint
 from cachestream.storage.settings import MIN_LIMIT_BYTES
 from cachestream.storage.tables import FailureRow
 from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text
+from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
+from cachestream.worker.messages import News, Publication
 from cachestream.worker.order import END
 from cachestream.worker.sampling.encode import Table
 from cachestream.worker.sampling.packer import Packer
 
-if TYPE_CHECKING:
-    from cachestream.storage.cache import Cache
-
 BEAT_S: Final = 0.25  # between two signs of life while a shard is waited for
 _REASON_CHARS: Final = 300
-_SPACE_WAITS_S: Final = (0.02, 1.0)  # the first and the longest
-_LEASES_S: Final = 0.05  # between two looks at the leases
+_DISK_WAITS_S: Final = (0.02, 1.0)  # the first and the longest, after an error of the disk
 
 
 class StartAgainError(Exception):
@@ -46,36 +47,37 @@ class PendingProgress:
     """The progress of units since the last commit, to be committed with the open shard."""
 
     def __init__(self) -> None:
-        self._claims: dict[int, tuple[int, int]] = {}
+        self._advanced: dict[int, int] = {}  # position → the offset before which all is done
+        self._finished: list[int] = []
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
         self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
         self.ends: dict[int, int] = {}  # position → number of samples in the shard, up to its last one
-        self.cleared_suspects: list[int] = []  # positions that were read without a crash, or given up
         # Samples that were packed, dropped or skipped, and units that failed without killing a process.
         self.done = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._claims and not self._failures
+        return not self._advanced and not self._finished and not self._failures
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> tuple[Span, ...]:
         """The samples of the open shard, with those that were dropped or skipped."""
-        return [Span(start, stop) for start, stop in self._spans]
+        return tuple(Span(start, stop) for start, stop in self._spans)
 
-    def add_samples(self, claim_id: int, position: int, start: int, stop: int) -> None:
+    def add_samples(self, position: int, start: int, stop: int) -> None:
         """Note that the samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
-        self._claims[claim_id] = (position, stop)
+        self._advanced[position] = stop
         self.done += stop - start
         self._extend((position, start), (position, stop))
 
-    def finish_unit(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
+    def finish_unit(self, position: int, rest: Sequence[tuple[int, int]]) -> None:
         """Note that the unit at `position` is done, and has no further samples in the ranges `rest`.
 
         The open shard counts as holding these ranges of offsets besides the added samples, and no others: a
         span over samples in another shard would hide their loss when that shard is evicted.
         """
-        self._claims[claim_id] = (position + 1, 0)
+        self._advanced.pop(position, None)
+        self._finished.append(position)
         for start, stop in rest:
             self._extend((position, start), (position + 1, 0) if stop == END else (position, stop))
 
@@ -100,14 +102,20 @@ class PendingProgress:
         before, first = self._failures.get((kind, reason), (0, example))
         self._failures[kind, reason] = (before + count, first)
 
-    def for_pass(self, pass_id: int) -> UnitProgress:
-        """The progress as it is committed."""
+    def publication(self, row: PassRow, shards: Sequence[WrittenShard]) -> Publication:
+        """The message that has the supervisor publish `shards` with this progress."""
         failures = tuple(
             FailureRow(kind, reason, count, example)
             for (kind, reason), (count, example) in self._failures.items()
         )
-        claims = tuple((claim_id, *done) for claim_id, done in self._claims.items())
-        return UnitProgress(pass_id, claims, tuple(self.cleared_suspects), failures)
+        return Publication(
+            row.id,
+            tuple(shards),
+            self.spans if shards else (),
+            tuple(self._finished),
+            tuple(self._advanced.items()),
+            failures,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,25 +199,30 @@ class OpenShard:
             found.append(packer.content(entries | fill))  # spans come last in a manifest
         return found
 
+    def clear(self) -> None:
+        """Have the packers ready for another shard."""
+        self.packer.clear()
+        self.held_out.clear()
+
 
 class BackgroundPublisher:
-    """Publishes one shard at a time, in the order they are sent, so that progress only moves forward."""
+    """Publishes one shard at a time, in the order they are sent."""
 
-    def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
-        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self.storage = Publisher(cache.directory, cache.catalogue, cache.reservations, owner)
+    def __init__(self, job: Job, link: SupervisorLink, slot: Slot, news: News, stop: threading.Event) -> None:
+        self._job, self._link, self._slot, self._stop = job, link, slot, stop
+        self._news = news
+        self._directory = Directory(job.root)
         self._thread = futures.ThreadPoolExecutor(1, "publish")
         self._sent: futures.Future[None] | None = None
         self._spare = Packer(), Packer()  # of the shard before the one that is being published
         self._gave_up = False
         self.published = 0
-        self.schema: Schema | None = cache.schema
 
     def send(self, shard: OpenShard) -> OpenShard:
         """Publish `shard` in the background; returns an empty shard.
 
-        Waits until the shard before is published, and raises its error: CacheError (CatalogueReplacedError)
-        or StartAgainError.
+        Waits until the shard before is published, and raises its error: CacheError, StartAgainError, or
+        SupervisorGoneError.
         """
         self.wait()
         empty = OpenShard(*self._spare)
@@ -230,7 +243,8 @@ class BackgroundPublisher:
         begun_s = time.monotonic()
         assert shard.row is not None
         if self._gave_up:
-            return  # later progress would pass over the shard that was given up
+            shard.clear()
+            return  # the process is to stop: another one reads these samples again
         spans = shard.progress.spans
         fill = {"source": self._job.fingerprint, "plan": shard.row.plan, "length": shard.row.length}
         if self._job.transform:
@@ -239,73 +253,81 @@ class BackgroundPublisher:
         ends = {"ends": list(shard.progress.ends.items())} if is_shared else {}
         contents = shard.contents({**fill, **ends, "spans": span_array(spans).tolist()})
         try:
-            self._commit(contents, spans, shard.progress.for_pass(shard.row.id))
+            if not self._put(contents, shard):
+                self._gave_up = True
+                shard.clear()
+                return
         except SchemaMismatchError as error:
-            # Another process published samples of another schema first: the samples of this shard do not fit,
-            # and samples that were skipped because of them may fit.
+            # The samples of this shard do not fit; those that were skipped because of them may fit.
             raise StartAgainError from error
         except SampleError as error:
             shard.progress.count_skipped("sample", error, "the only sample of a shard", shard.num_samples)
-            self._commit([], spans, shard.progress.for_pass(shard.row.id))
-        # What the writer has decided for the first samples meanwhile holds until the cache has a schema.
-        self.schema = self._cache.schema or self.schema
-        if not self._gave_up:
-            self._slot["committed"] += shard.progress.done
-        shard.packer.clear()
-        shard.held_out.clear()
+            self._put([], shard)
+        self._slot["committed"] += shard.progress.done
+        shard.clear()
         ended_s = time.monotonic()
         self._slot["publish_s"] += ended_s - begun_s
         tracing.add("publish", begun_s, ended_s)
 
-    def _commit(self, contents: list[ShardContent], spans: list[Span], progress: UnitProgress) -> None:
-        """Publish `contents` with `progress` as soon as there is space, unless the process stops before that.
+    def _put(self, contents: list[ShardContent], shard: OpenShard) -> bool:
+        """Write and publish `contents` with the progress of `shard`; False if the process is to stop before that.
 
-        Raises if there can never be enough space.
+        A disk that is full or fails may recover: then all is tried again. Raises if there can never be enough space.
         """
-        wait_s, longest_s = _SPACE_WAITS_S
-        while not self._try(contents, spans, progress):
+        assert shard.row is not None
+        headers = [encode_header(content) for content in contents]
+        sizes = [len(header) + content.data_bytes for header, content in zip(headers, contents, strict=True)]
+        pause_s, longest_s = _DISK_WAITS_S
+        while True:
             for content in contents:
                 self._check_fits(content)
-            self._slot["state"] = NO_SPACE
-            begun_s = time.monotonic()
-            if self._wait_for_space(begun_s + wait_s):
-                self._gave_up = True
-                return
-            ended_s = time.monotonic()
-            self._slot["space_wait_s"] += ended_s - begun_s
-            tracing.add("wait for space", begun_s, ended_s)
-            wait_s = min(longest_s, 2 * wait_s)
-        self.published += bool(contents)
-        self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
+            reserved = self._reserve(sizes) if contents else []
+            if reserved is None:
+                return False
+            try:
+                written = self._write(reserved, headers, contents)
+                self._link.ask("publish", shard.progress.publication(shard.row, written))
+            except (CacheFullError, CacheLockedError, DiskFailedError) as error:
+                self._show_refusal(str(error))
+                self._slot["state"] = NO_SPACE
+                if self._stop.wait(pause_s):
+                    return False
+                pause_s = min(longest_s, 2 * pause_s)
+            else:
+                self._show_refusal("")
+                self.published += bool(contents)
+                self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
+                return True
 
-    def _try(self, contents: list[ShardContent], spans: list[Span], progress: UnitProgress) -> bool:
-        """Publish once; False if there is no space, or the disk fails: either may be over soon."""
+    def _write(
+        self, reserved: list[Reserved], headers: list[bytes], contents: list[ShardContent]
+    ) -> list[WrittenShard]:
         self._slot["state"] = WRITING
-        refusal = ""
         try:
-            if contents:
-                may_evict = self._job.when_full == "evict"
-                return self.storage.publish(contents, spans, progress, may_evict=may_evict) is not None
-            self.storage.commit(progress)
-            return True
-        except (CacheFullError, DiskFailedError) as error:
-            refusal = str(error)
-            return False
-        finally:
-            self._show_refusal(refusal)
+            return [
+                write_shard(self._directory, *one) for one in zip(reserved, headers, contents, strict=True)
+            ]
+        except BaseException:
+            self._link.ask("cancel", tuple(reserved))
+            raise
 
-    def _wait_for_space(self, until_s: float) -> bool:
-        """Wait until `until_s`, or until an epoch begins or ends, which may make room.
+    def _reserve(self, sizes: list[int]) -> list[Reserved] | None:
+        """Have the supervisor reserve space; None if the process is to stop before there is some."""
+        begun_s = since_s = time.monotonic()
+        self._slot["state"] = WRITING
 
-        True if the process is to stop.
-        """
-        leases = self._cache.directory.leases
-        with translated_disk_errors(leases):
-            seen_ns = os.stat(leases).st_mtime_ns
-            while (left_s := until_s - time.monotonic()) > 0 and os.stat(leases).st_mtime_ns == seen_ns:
-                if self._stop.wait(min(left_s, _LEASES_S)):
-                    return True
-        return self._stop.is_set()
+        def goes_on() -> bool:
+            nonlocal since_s
+            now_s = time.monotonic()
+            if self._slot["state"] != WRITING:  # the supervisor has found no space
+                self._slot["space_wait_s"] += now_s - since_s
+            since_s = now_s
+            return not self._stop.is_set()
+
+        reserved: list[Reserved] | None = self._link.ask("reserve", tuple(sizes), beat=goes_on, every_s=0.1)
+        if since_s > begun_s:
+            tracing.add("wait for space", begun_s, time.monotonic())
+        return reserved
 
     def _show_refusal(self, refusal: str) -> None:
         """Show the error of the disk on the board, which needs no space, and once in the log."""
@@ -315,7 +337,7 @@ class BackgroundPublisher:
 
     def _check_fits(self, content: ShardContent) -> None:
         """Raise unless a shard of this size can ever fit the cache."""
-        limit_bytes = self._cache.size_limit
+        limit_bytes = self._news.status.limit_bytes
         if disk_footprint(content.data_bytes) <= limit_bytes // 2:
             return
         if content.num_samples > 1:

@@ -1,114 +1,95 @@
-"""A sampling process: it claims units, fetches, transforms, packs and publishes until the pass is over.
+"""A sampling process: it reads units, transforms, packs and writes what its supervisor hands out.
 
-The process may be killed at any point: what it has not committed to the catalogue, another one does again.
+The process may be killed at any point: what it has not had published, another one does again. It uses no
+catalogue and takes no locks.
 """
 
 from __future__ import annotations
 
-import gc
-import math
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
-
-import numpy as np
+from typing import Any, Final
 
 from cachestream import tracing
-from cachestream.errors import CacheFullError, SampleError, SourceError, SourceUnavailableError, WorkerError
+from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.linux import name_process
+from cachestream.schema import Schema
 from cachestream.sources.base import as_incremental, stored_names
-from cachestream.storage.cache import Cache
-from cachestream.storage.filling import Assignment
 from cachestream.storage.layout import Directory
-from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
-from cachestream.storage.progress import Suspect
-from cachestream.storage.publish import CatalogueReplacedError
-from cachestream.storage.reservations import Owner
-from cachestream.storage.telemetry import (
-    ENDED,
-    FETCHING,
-    NO_REMOTE,
-    NOTHING_FREE,
-    STARTING,
-    Board,
-    Slot,
-    board_text,
-)
-from cachestream.worker.job import Job, Payload, load_shared, unpack
-from cachestream.worker.listings import Listings, keep_names
+from cachestream.storage.progress import PassRow
+from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, NOTHING_FREE, STARTING, Slot, board_text
+from cachestream.transport import object_limit
+from cachestream.worker.channel import SupervisorGoneError, SupervisorLink
+from cachestream.worker.job import Job, Payload, unpack
+from cachestream.worker.listings import Listings
+from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan
-from cachestream.worker.passes import NothingFreeError, next_claim
-from cachestream.worker.processes import exit_code, exit_now, tie_to_supervisor
-from cachestream.worker.sampling.cached_units import KnownOrders
+from cachestream.worker.processes import EXIT_RESTART, end_soon, exit_code, exit_now, heed_signals
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.engine import Engine, LocalEngine
 from cachestream.worker.sampling.fetcher import Delivery
 from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
-from cachestream.worker.sampling.shard_writer import QuarantinedError, SampleEncoder, ShardWriter
-from cachestream.worker.sampling.unit_reader import Unit, UnitRead
+from cachestream.worker.sampling.shard_writer import SampleEncoder, ShardWriter
+from cachestream.worker.units import Unit, UnitRead
 
-QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of
 _FATAL_REFUSALS: Final = 20
 _QUIET_S: Final = 5.0  # without a byte: then the board says so
+_LEFT: Final = 0.75  # of the window: with fewer units in flight, more are asked for
 
 
 class Sampler:
-    """Fills the cache from one process: `slot` of the board, `owner` in the catalogue.
+    """Fills a cache from one process: `slot` of the board.
 
-    A unit goes from `_todo` to the fetcher (see UnitState), and is finished in its turn. A suspect, a unit
-    that may have killed a process, is read alone, so that the next death has one cause. Units that the remote
-    refused are held back until others come: if the remote refuses many in a row, none of them is done.
+    Units that the remote refused are held back until others come: if the remote refuses many in a row, none of
+    them is done.
     """
 
     def __init__(
         self,
         job: Job,
         payload: Payload,
-        cache: Cache,
+        link: SupervisorLink,
         slot: Slot,
         engine: Engine,
-        *,
-        owner: str,
+        writer: ShardWriter,
+        inbox: deque[tuple[Any, ...]],
         stop: threading.Event,
     ) -> None:
-        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
+        self._job, self._link, self._slot, self._stop = job, link, slot, stop
         self._is_shared = job.cluster is not None and bool(job.cluster.group)
-        self._orders = KnownOrders(payload, cache, is_shared=self._is_shared)
-        self._owner = Owner(cache.directory, owner)
-        self._writer = ShardWriter(job, cache, slot, owner=owner, stop=stop)
-        self._encoder = SampleEncoder(self._writer, engine.transform, slot, stop)
+        self._writer, self._inbox = writer, inbox
+        self._encoder = SampleEncoder(writer, engine.transform, slot, stop)
         self._engine, self._fetcher = engine, engine.fetcher
-        self._assignment: Assignment | None = None
-        self._todo: deque[UnitRead] = deque()
         self._listing = stored_names(payload.source)
-        self._found_nothing = False  # by the last claim
-        self._claim_at_s = 0.0  # the time of the next claim; infinite once nothing is left to claim
-        self._read_alone: UnitRead | None = None  # the suspect that is being read
-        self._suspects: dict[int, Suspect] = {}
+        self._wanted_s: float | None = None  # since when more units are asked for
+        self._has_ended = False  # there are no more
+        self._is_to_flush = False  # the supervisor waits for what this process has
         self._refused: list[UnitRead] = []
+        self._reads_alone = False  # a unit that may have ended other processes
         self._arrived_s, self._arrived_bytes = time.monotonic(), 0
 
     def run(self) -> None:
-        """Work until all units are claimed and done, or until told to stop.
-
-        After an error a shard may still be in publication: its reservation is kept until the process ends.
-        """
+        """Work until all units are done, or until told to stop."""
         try:
             while not self._stop.is_set():
+                self._heed_messages()
                 self._beat(self._fetch_state())
-                self._refill()
-                if not len(self._fetcher) and not self._todo and self._claim_at_s == math.inf:
+                if not len(self._fetcher) and (self._has_ended or self._is_to_flush):
                     self._skip_last_refused()
-                    break
+                    if self._has_ended:
+                        break
+                    self._is_to_flush = False
+                    self._writer.flush()
+                self._ask_for_units()
                 self._step()
             self._writer.publish_all()
         finally:
             self._engine.stop()
-        self._owner.release()
 
     def _step(self) -> None:
         begun_s = time.monotonic()
@@ -120,7 +101,6 @@ class Sampler:
             self._deliver(delivery)
             self._arrived_s = time.monotonic()
         self._engine.tick()
-        self._put_aside_stalled()
         self._writer.flush_if_due()
 
     def _fetch_state(self) -> int:
@@ -128,7 +108,7 @@ class Sampler:
         stalls, all_wait = self._fetcher.stalls()
         quiet = "" if stalls else self._quiet_message()
         self._slot["silence"] = board_text(stalls[0].reason if stalls else quiet)
-        if self._is_shared and self._found_nothing and not len(self._fetcher):
+        if self._is_shared and self._wanted_s is not None and not len(self._fetcher):
             return NOTHING_FREE
         return NO_REMOTE if all_wait or quiet else FETCHING
 
@@ -142,99 +122,55 @@ class Sampler:
             return ""
         return f"nothing has come for {silent_s:.0f} s, next is unit {unit_read.unit.number}"
 
-    def _put_aside_stalled(self) -> None:
-        """Put the next unit aside if it has not answered for long.
-
-        The unit gets a claim of its own before, so that progress behind it can be committed.
-        """
-        unit_read = self._fetcher.awaited
-        if unit_read is None or not unit_read.is_stalled(time.monotonic(), self._job.hang_timeout_s):
-            return
-        if not unit_read.has_own_claim and not self._refused:
-            self._writer.publish_all()
-            if not self._stop.is_set():  # a stop may have given up a shard that comes before the unit
-                unit_read.claim_id = self._writer.split_claim(unit_read)
-        if unit_read.has_own_claim and self._fetcher.put_aside(unit_read):
-            self._end_read_alone(unit_read)
-
     def _beat(self, state: int) -> None:
         self._slot["state"] = state
         self._slot["beat_s"] = time.monotonic()
 
     # --- intake
 
-    def _refill(self) -> None:
-        while self._read_alone is None and len(self._fetcher) < self._engine.window:
-            if not self._todo and time.monotonic() >= self._claim_at_s:
-                self._claim()
-            if not self._todo or not self._submit():
-                return
+    def _ask_for_units(self) -> None:
+        """Ask for more units if few are in flight; with none in flight, publish what there is meanwhile."""
+        now_s, in_flight = time.monotonic(), len(self._fetcher)
+        if self._wanted_s is None and not self._has_ended and in_flight <= _LEFT * self._engine.window:
+            self._wanted_s = now_s
+            self._link.tell("want", self._engine.window - in_flight)
+        elif self._wanted_s is not None and not in_flight and now_s - self._wanted_s >= BEAT_S:
+            self._writer.flush()
 
-    def _claim(self) -> None:
-        """Claim the next units, or note that there are none, for now or at all."""
-        before = self._assignment
-        try:
-            assignment = next_claim(
-                self._cache.filling,
-                self._owner.name,
-                self._job.num_workers,
-                self._listing,
-                self._engine.most_claimed,
-            )
-        except (NothingFreeError, CacheFullError, DiskFailedError):  # a full or failing disk may recover
-            if self._is_shared and not len(self._fetcher):
-                self._writer.flush()  # the group waits for these samples
-            self._claim_at_s, self._found_nothing = time.monotonic() + BEAT_S, True
-            return
-        self._found_nothing = False
-        # Another supervisor may have begun another pass, if this process has outlived its own supervisor.
-        if assignment is None or (before is not None and assignment.row.id != before.row.id):
-            self._claim_at_s = math.inf
-            return
-        if before is not None and assignment.row.plan != before.row.plan:
-            self._writer.publish_all()  # the pass has grown: all positions of a shard are of one plan
-        self._assignment = assignment
-        self._writer.row = assignment.row
-        self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
-        plan = PassPlan.from_json(assignment.row.plan)
-        if self._listing is not None:
+    def _heed_messages(self) -> None:
+        """Act on what the supervisor has told since the last call."""
+        while self._inbox:
+            kind, *arguments = self._inbox.popleft()
+            if kind == "units":
+                self._take_units(*arguments)
+            elif kind == "flush":
+                self._is_to_flush = True
+            elif kind == "end":
+                self._has_ended, self._wanted_s = True, None
+
+    def _take_units(self, row: PassRow, units: tuple[Unit, ...], alone: bool) -> None:
+        self._wanted_s = None
+        before = self._writer.row
+        if before is None or before.plan != row.plan:
+            if before is not None:
+                self._writer.publish_all()  # the pass has grown: all positions of a shard are of one plan
+            plan = PassPlan.from_json(row.plan)
             self._load_names(plan)
-        self._writer.plan = plan
-        self._engine.use_plan(plan)
-        self._slot["pass_id"] = assignment.row.id
-        claim = assignment.claim
-        positions = np.arange(claim.position, claim.stop, dtype=np.int64)
-        units = self._orders.of(plan).units(positions)
-        cached = self._orders.cached(assignment.row, plan, units)
-        for position, unit, (ranges, *parts) in zip(positions.tolist(), units.tolist(), cached, strict=True):
-            first = claim.offset if position == claim.position else 0
-            self._todo.append(UnitRead(Unit(position, unit, claim.id, first, ranges, parts)))
+            self._writer.row, self._writer.plan = row, plan
+            self._engine.use_plan(plan)
+            self._slot["pass_id"] = row.id
+        self._reads_alone = alone
+        if alone:
+            self._writer.publish_all()  # the progress of other units must not be lost with this one
+        self._fetcher.submit([UnitRead(unit) for unit in units])
 
     def _load_names(self, plan: PassPlan) -> None:
         """Load the names of all units of the pass."""
-        assert self._listing is not None
-        try:
-            self._listing.reach(plan.num_units or 0)
-        except SourceError as error:
-            raise WorkerError(str(error)) from error
-
-    def _submit(self) -> bool:
-        """Submit the next units to the fetcher; False if no more can be submitted for now."""
-        group: list[UnitRead] = []
-        while self._todo and len(group) < self._job.concurrency and self._read_alone is None:
-            unit_read = self._todo[0]
-            suspect = self._suspects.get(unit_read.unit.position)
-            if suspect is not None and suspect.deaths >= QUARANTINE_AT:
-                unit_read.leave_out(QuarantinedError(f"reading it {suspect.reason}, again and again"))
-            elif suspect is not None and not unit_read.finished:
-                self._fetcher.hold(True)
-                if group or not self._fetcher.is_idle:
-                    break
-                self._writer.publish_all()  # the progress of other units must not be lost with this one
-                self._read_alone = unit_read
-            group.append(self._todo.popleft())
-        self._fetcher.submit(group)
-        return bool(group) and self._read_alone is None
+        if self._listing is not None:
+            try:
+                self._listing.reach(plan.num_units or 0)
+            except SourceError as error:
+                raise WorkerError(str(error)) from error
 
     # --- delivery
 
@@ -263,45 +199,34 @@ class Sampler:
         return goes_on
 
     def _finish(self, unit_read: UnitRead) -> None:
-        self._end_read_alone(unit_read)
-        if _is_refusal(unit_read.error) or (unit_read.unit.is_cached and self._refused):
+        if _is_refusal(unit_read.error) and not self._reads_alone:
             self._hold_back(unit_read)
             return
-        if not unit_read.unit.is_cached:
-            self._engine.unit_came()
-            self._skip_refused()
-        self._finish_now(unit_read)
-
-    def _finish_now(self, unit_read: UnitRead) -> None:
-        self._encoder.finish(unit_read, was_suspect=unit_read.unit.position in self._suspects)
-
-    def _end_read_alone(self, unit_read: UnitRead) -> None:
-        """Submit further units again if `unit_read`, which is finished or put aside, was read alone."""
-        if unit_read is self._read_alone:
-            self._read_alone = None
-            self._fetcher.hold(False)
+        self._engine.unit_came()
+        self._skip_refused()
+        self._encoder.finish(unit_read)
 
     def _hold_back(self, unit_read: UnitRead) -> None:
         """Hold back a unit that the remote refused: if it refuses many in a row, none of them is done."""
         self._refused.append(unit_read)
-        errors = [unit_read.error for unit_read in self._refused if unit_read.error is not None]
-        if len(errors) >= _FATAL_REFUSALS:
-            raise WorkerError(f"{len(errors)} units in a row cannot be read, the last one: {errors[-1]}")
+        if len(self._refused) >= _FATAL_REFUSALS:
+            raise WorkerError(
+                f"{len(self._refused)} units in a row cannot be read, the last one: {unit_read.error}"
+            )
 
     def _skip_refused(self) -> None:
         """Skip the refused units, each for its own reason, as the remote answers for others."""
         for unit_read in self._refused:
-            self._finish_now(unit_read)
+            self._encoder.finish(unit_read)
         self._refused.clear()
 
     def _skip_last_refused(self) -> None:
         if not self._refused:
             return
         self._writer.publish_all()
-        if not self._cache.num_samples:
-            error = self._refused[-1].error or self._refused[0].error
+        if not self._writer.status.has_samples:
             raise WorkerError(
-                f"nothing could be read, {len(self._refused)} units refused, the last one: {error}"
+                f"nothing could be read, {len(self._refused)} units refused, the last one: {self._refused[-1].error}"
             )
         self._skip_refused()
 
@@ -316,38 +241,62 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 
 # Makes the engine of a job, which counts in the slot and ends at the stop.
-MakeEngine = Callable[[Job, Payload, Cache, Slot, threading.Event], Engine]
+MakeEngine = Callable[[Job, Payload, Slot, threading.Event], Engine]
 
 
-def main(make_engine: MakeEngine = LocalEngine, later: tuple[type[Exception], ...] = ()) -> None:
-    """The main of the process: its job comes through stdin, whose end means stop.
+def run(
+    end: socket.socket,
+    job: Job,
+    index: int,
+    slot: Slot,
+    status: FillStatus,
+    schema: Schema | None,
+    make_engine: MakeEngine = LocalEngine,
+    later: tuple[type[Exception], ...] = (),
+) -> int:
+    """Be sampling process `index` of `job`; does not return.
 
     After an error of the classes `later` another process goes on in a moment.
     """
     stop = threading.Event()
-    job_fd, index, owner = tie_to_supervisor(stop)
+    heed_signals(stop)
     name_process(f"cs-sampler-{index}")
-    job = load_shared(job_fd)
     tracing.join(job.trace, f"sampler {index}")
-    slot = Board(Directory(job.root).worker_file("board")).slot(index)
     slot["pid"], slot["state"], slot["beat_s"] = os.getpid(), STARTING, time.monotonic()
+    inbox: deque[tuple[Any, ...]] = deque()
+    news = News(status, schema)
+    object_limit.set_cache_limit(status.limit_bytes)
+    wake: list[Callable[[], None]] = []
+    was_told: list[bool] = []  # to stop
+
+    def on_message(kind: str, *arguments: Any) -> None:
+        if kind == "stop":
+            was_told.append(True)
+            stop.set()
+        elif kind == "schema":
+            (news.schema,) = arguments
+        elif kind == "status":
+            (news.status,) = arguments
+            object_limit.set_cache_limit(news.status.limit_bytes)
+        else:
+            inbox.append((kind, *arguments))
+        for one in wake:
+            one()
 
     def work() -> None:
+        link = SupervisorLink(end, on_message, lambda: end_soon(stop))
         payload: Payload = unpack(job.payload)
-        cache = Cache(job.root, eviction=payload.eviction)
         if (source := as_incremental(payload.source)) is not None:
-            payload = replace(payload, source=source.over(Listings(cache.directory).load()))
-        elif index == 0:
-            keep_names(payload.source, cache)
-        gc.collect()
-        gc.freeze()  # objects loaded by now stay: the garbage collector need not scan them
-        try:
-            engine = make_engine(job, payload, cache, slot, stop)
-            Sampler(job, payload, cache, slot, engine, owner=owner, stop=stop).run()
-        except CatalogueDamagedError as error:
-            cache.rebuild(error)
-            raise
+            payload = replace(payload, source=source.over(Listings(Directory(job.root)).load()))
+        writer = ShardWriter(job, link, slot, news, stop)
+        engine = make_engine(job, payload, slot, stop)
+        wake.append(engine.fetcher.wake)
+        Sampler(job, payload, link, slot, engine, writer, inbox, stop).run()
 
-    code = exit_code(work, fatal=WorkerError, restart=(StartAgainError, CatalogueReplacedError), later=later)
+    restart = (StartAgainError, SupervisorGoneError)
+    code = exit_code(work, fatal=WorkerError, restart=restart, later=later)
+    if not code and stop.is_set() and not was_told:
+        code = EXIT_RESTART  # by a signal from outside: another process goes on
     slot["state"] = ENDED  # tells an orderly end from one caused by a sample or a signal
     exit_now(code)
+    return code

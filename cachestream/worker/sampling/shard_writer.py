@@ -6,26 +6,23 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.schema import HELD_OUT, Schema
 from cachestream.storage.progress import PassRow
-from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import Slot
-from cachestream.transport import object_limit
+from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
+from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan, gaps, is_covered
 from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key
-from cachestream.worker.sampling.packer import FirstSamples, Packer, majority
-from cachestream.worker.sampling.publisher import BEAT_S, BackgroundPublisher, Holdout, OpenShard, check_size
+from cachestream.worker.sampling.packer import FirstSamples, Packer
+from cachestream.worker.sampling.publisher import BackgroundPublisher, Holdout, OpenShard, check_size
 from cachestream.worker.sampling.transformer import Transformer, to_records
-from cachestream.worker.sampling.unit_reader import Unit, UnitRead
-
-if TYPE_CHECKING:
-    from cachestream.storage.cache import Cache
+from cachestream.worker.units import Unit, UnitRead
 
 FIRST_BYTES: Final = 256 * 1024
 FIRST_AGE_S: Final = 0.05
@@ -34,6 +31,7 @@ LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: in a large cache fresh samples matter less
 _RAMP_S: Final = 10.0
 _FATAL_FAILURES: Final = 1000
+HELD_BACK_S: Final = 0.05  # between two looks at samples that are held back
 _RAMP_SHARDS: Final = 40  # after so many shards their size does not grow any more
 MOST_HELD_OUT: Final = 0.5  # of the limit
 
@@ -57,32 +55,35 @@ def max_age_s(elapsed_s: float) -> float:
 class ShardWriter:
     """Packs samples into the `open` shard, and sends it for publication when it is full or old.
 
-    `row` and `plan` are those of the current pass.
+    `row` and `plan` are those of the current pass. The first samples of an empty cache are held back until the
+    supervisor has decided on its fields, by the first samples of all processes.
     """
 
-    def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
+    def __init__(self, job: Job, link: SupervisorLink, slot: Slot, news: News, stop: threading.Event) -> None:
         self.row: PassRow | None = None
         self.plan: PassPlan | None = None
-        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self._owner = owner
-        self._publisher = BackgroundPublisher(job, cache, slot, owner=owner, stop=stop)
+        self._job, self._link, self._slot, self._news, self._stop = job, link, slot, news, stop
+        self._publisher = BackgroundPublisher(job, link, slot, news, stop)
         self.open = OpenShard(Packer(), Packer())
-        self._first = FirstSamples() if self._publisher.schema is None else None
+        self._first = FirstSamples() if news.schema is None else None
         self._started_s = time.monotonic()
-        self._limit_bytes, self._limit_until_s = 0, -math.inf
-        self.limit_bytes()  # before anything is read: it bounds the size of objects
+
+    @property
+    def status(self) -> FillStatus:
+        """The last news of the cache."""
+        return self._news.status
 
     @property
     def _schema(self) -> Schema | None:
         """The schema that samples have to fit: of the cache, or else of the open shard."""
-        return self._publisher.schema or self.open.schema
+        return self._news.schema or self.open.schema
 
     def take(self, tables: list[Table]) -> None:
         """Pack `tables` into one shard, or hold them back while the schema of the cache is undecided."""
         nbytes = tables[0].nbytes if len(tables) == 1 else sum(table.nbytes for table in tables)
         if self.is_large(nbytes):
             try:
-                check_size(nbytes, self.limit_bytes())
+                check_size(nbytes, self.status.limit_bytes)
             except SampleError as error:
                 self.skip("sample", error, decode_key(tables[0].keys[0]))
                 return
@@ -97,15 +98,7 @@ class ShardWriter:
 
     def is_large(self, nbytes: int) -> bool:
         """True if a sample needs a shard of its own: an open shard holds up to an eighth of the limit."""
-        return nbytes > self.limit_bytes() // 4
-
-    def limit_bytes(self) -> int:
-        """The limit of the cache as of the last second: it may be changed meanwhile."""
-        now_s = time.monotonic()
-        if now_s > self._limit_until_s:
-            self._limit_bytes, self._limit_until_s = self._cache.size_limit, now_s + 1.0
-            object_limit.set_cache_limit(self._limit_bytes)
-        return self._limit_bytes
+        return nbytes > self.status.limit_bytes // 4
 
     def _pack(self, table: Table) -> None:
         """Add `table` to the open shard; count samples that do not fit as skipped."""
@@ -125,41 +118,28 @@ class ShardWriter:
         has_failed = (
             self._slot["failures"] >= _FATAL_FAILURES and not self._slot["samples"] + self._slot["dropped"]
         )
-        if has_failed and not self._cache.num_samples:
+        if has_failed and not self.status.has_samples:
             raise WorkerError(
                 f"none of the first {_FATAL_FAILURES} samples can be used, the last one: {error}"
             )
 
-    def _decision_due_in_s(self) -> float:
-        """The time until the next step on the samples held back; 0 if it is due, or none are held."""
-        first = self._first
-        return 0.0 if first is None else first.due_in_s(time.monotonic(), self._target_bytes(_RAMP_SHARDS))
+    def _decide(self, *, is_last: bool = False) -> bool:
+        """Pack the samples that were held back, once the cache has a schema; False if they wait for that.
 
-    def _decide_if_due(self) -> bool:
-        """Take the next step on the samples held back if it is due.
-
-        True if no samples are held back any more.
+        `is_last`: no further samples come to this process.
         """
-        if self._first is not None and not self._decision_due_in_s():
-            if self._first.tables and self._first.others is None:
-                self._vote(self._first)
-            if not self._decision_due_in_s():
-                self._decide()
-        return self._first is None or not self._first.tables
-
-    def _decide(self) -> None:
-        """Pack the samples held back, by the schema of the cache or else of the majority."""
-        if self._first is not None and self._first.tables:
-            first = self._first
-            self._vote(first)
-            self._publisher.schema, self._first = self._publisher.schema or majority(first.all_votes), None
+        first = self._first
+        if first is None:
+            return True
+        if self._news.schema is not None:
+            self._first = None
             for table in first.tables:
                 self._pack(table)
-
-    def _vote(self, first: FirstSamples) -> None:
-        """Record the votes of this process, and read those of the others and the schema of the cache."""
-        first.others = self._cache.filling.vote(self._owner, first.votes)
-        self._publisher.schema = self._cache.schema
+            return True
+        if first.is_due(time.monotonic(), self._target_bytes(_RAMP_SHARDS)) or (is_last and first.tables):
+            first.told = first.votes
+            self._link.tell("votes", first.votes)
+        return not first.tables
 
     def make_room(self) -> int:
         """Begin a new shard if the open one is full.
@@ -168,7 +148,7 @@ class ShardWriter:
         """
         # Called before a sample and not after it: the end of a unit lies in the shard of its last sample.
         target_bytes = self._target_bytes()
-        self._decide_if_due()
+        self._decide()
         if self.open.size_bytes >= target_bytes:
             self.flush()
             target_bytes = self._target_bytes()
@@ -176,7 +156,7 @@ class ShardWriter:
         return target_bytes - self.open.size_bytes
 
     def _target_bytes(self, published: int | None = None) -> int:
-        share_bytes = self.limit_bytes() // self._job.num_workers
+        share_bytes = self.status.limit_bytes // self._job.num_workers
         published = self._publisher.published if published is None else published
         return target_bytes(published, self._job.shard_bytes, share_bytes)
 
@@ -188,45 +168,36 @@ class ShardWriter:
             self.open.holdout = self._holdout()
 
     def _holdout(self) -> Holdout:
-        share, held_out_bytes = held_out_share(self._cache)
+        share = self.status.holdout
         comes_once = self.plan is not None and self.plan.is_permutation and self.plan.length is not None
         # Held-out samples that are drawn again and again would fill any space.
         most = MOST_HELD_OUT if comes_once else min(share or 0.0, MOST_HELD_OUT)
-        return Holdout(share, comes_once, held_out_bytes > most * self.limit_bytes())
+        return Holdout(share, comes_once, self.status.held_out_bytes > most * self.status.limit_bytes)
 
     def due_in_s(self) -> float:
         """The time for which the open shard may still wait for more samples; 0 if it is due."""
         if self.open.since_s is None or self.open.is_empty:
             return math.inf
+        if self._first is not None and self._first.tables:
+            return HELD_BACK_S  # then the supervisor has to hear of them
         now_s = time.monotonic()
-        due_in_s = self.open.since_s + max_age_s(now_s - self._started_s) - now_s
-        return max(0.0, due_in_s, self._decision_due_in_s())
+        return max(0.0, self.open.since_s + max_age_s(now_s - self._started_s) - now_s)
 
     def flush_if_due(self) -> None:
         """Send the open shard for publication if it is old or large enough."""
-        if self.open.since_s is None or not self._decide_if_due():
+        if self.open.since_s is None or not self._decide():
             return
         if self.open.size_bytes >= self._target_bytes() or not self.due_in_s():
             self.flush()
 
     def flush(self) -> None:
-        """Send the open shard, or only its progress, for publication."""
-        self._decide()
-        if not self.open.is_empty:
+        """Send the open shard, or only its progress, for publication; samples held back wait on."""
+        if self._decide() and not self.open.is_empty:
             self.open = self._publisher.send(self.open)
-
-    def split_claim(self, unit_read: UnitRead) -> int:
-        """Give the next unit a claim of its own; returns the id of the claim."""
-        return self._publisher.storage.split_claim(
-            unit_read.claim_id, unit_read.unit.position, unit_read.done
-        )
 
     def publish_all(self) -> None:
         """Publish all samples and progress, and wait until that is done."""
-        first = self._first
-        if first is not None and first.tables and first.others is None:
-            self._vote(first)
-        while not self._decide_if_due() and not self._stop.wait(min(BEAT_S, self._decision_due_in_s())):
+        while not self._decide(is_last=True) and not self._stop.wait(HELD_BACK_S):
             self._slot["beat_s"] = time.monotonic()
         self.flush()
         self._publisher.wait()
@@ -358,22 +329,19 @@ class SampleEncoder:
     def _add_progress(self, unit_read: UnitRead, start: int, stop: int) -> None:
         unit_read.done = stop
         shard, position = self._writer.open, unit_read.unit.position
-        shard.progress.add_samples(unit_read.claim_id, position, start, stop)
+        shard.progress.add_samples(position, start, stop)
         shard.progress.ends[position] = shard.taken
 
-    def finish(self, unit_read: UnitRead, *, was_suspect: bool) -> None:
+    def finish(self, unit_read: UnitRead) -> None:
         """Count the unit as done, with its error if it has one."""
         writer, unit, error = self._writer, unit_read.unit, unit_read.error
         writer.begin_shard()
         progress = writer.open.progress
-        if was_suspect:
-            progress.cleared_suspects.append(unit.position)
         if error is not None:
             kind = "sample" if isinstance(error, SampleError) else "source"
             kind = "quarantined" if isinstance(error, QuarantinedError) else kind
             writer.skip(kind, error, f"unit {unit.number}")
             progress.done += kind != "quarantined"
         # No shard holds a unit that failed: the next pass tries it again.
-        rest = [] if unit.is_cached or error is not None else gaps(unit.cached, unit_read.done)
-        progress.finish_unit(unit_read.claim_id, unit.position, rest)
-        self._slot["units"] += not unit.is_cached
+        progress.finish_unit(unit.position, [] if error is not None else gaps(unit.cached, unit_read.done))
+        self._slot["units"] += 1

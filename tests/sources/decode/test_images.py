@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cachestream.errors import ConfigError, SampleError
+from cachestream.formats.files import FileSource
 from cachestream.sources.decode import images
 from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_fields
-from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
 
 Pixels = npt.NDArray[np.uint8]

@@ -20,8 +20,8 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream.errors import ConfigError, SampleError
+from cachestream.formats.litdata import LitDataSource, leaf_names, parse_nested
 from cachestream.sources.open import open_source
-from cachestream.sources.peers.litdata import LitDataSource, leaf_names, parse_nested
 from cachestream.testing.checks import check_source
 from cachestream.transport import object_limit
 from tests.sources.peers.samples import FOLDER, LITDATA_SAMPLES, edit_index, litdata_sample, picture

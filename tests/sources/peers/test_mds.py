@@ -20,9 +20,9 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.formats.mds import MDSSource
 from cachestream.sources.decode.images import ImageOptions
 from cachestream.sources.open import open_source
-from cachestream.sources.peers.mds import MDSSource
 from cachestream.testing.checks import check_source
 from tests.sources.peers.samples import FOLDER, MDS_COLUMNS, MDS_SAMPLES, edit_index, mds_sample
 from tests.sources.reading import read, read_all

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cachestream as cs
-from cachestream.training.batches.transfer import accelerator, make_transfer
+from cachestream.training.batches.transfer import BatchTransform, accelerator, make_transfer
 from tests.support.forked import run_forked
 from tests.support.simulated_device import SimulatedStream, recorded, register, use_streams
 
@@ -129,3 +129,31 @@ def measured() -> None:
 def test_the_tools_measure_the_accelerator_that_is_here(cache_of: Any, tmp_path: Path) -> None:
     cache = cache_of([{"x": torch.full((500,), float(i))} for i in range(64)], [32, 32])
     run(measured, cache.path, tmp_path)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("transform", [None, lambda batch: {**batch, "y": batch["x"] + 1}])
+@pytest.mark.parametrize("size", [500, 50_000, 300_000])  # small batches are sent a few at a time
+def test_batches_on_a_gpu_keep_their_values_when_held_changed_and_used_on_other_streams(
+    cache_of: Any, size: int, transform: BatchTransform | None
+) -> None:
+    cache = cache_of([{"x": torch.full((size,), float(i)), "number": i} for i in range(64)], [32, 32])
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    held = []
+    with cs.EpochLoader(cache, 4, device="cuda", batch_transform=transform) as loader:
+        for _ in range(3):
+            for batch in loader:
+                assert batch["x"].is_cuda
+                with torch.cuda.stream(other):
+                    other.wait_stream(torch.cuda.current_stream())
+                    for tensor in batch.values():
+                        tensor.record_stream(other)
+                    held.append((batch["number"].clone(), *batch["x"].aminmax(dim=1)))
+                    if transform is not None:
+                        assert torch.equal(batch["y"], batch["x"] + 1)
+                torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+                batch["x"].fill_(-1)
+    torch.cuda.synchronize()
+    for number, least, most in held:
+        assert torch.equal(least, number.float())
+        assert torch.equal(most, number.float())

@@ -100,9 +100,9 @@ def test_small_memory_is_fresh_and_exact() -> None:
 
 def test_memory_of_many_sizes_is_not_kept_for_ever() -> None:
     pool = BufferPool(keep=2)
-    for size in range(SIZE, SIZE + 100):
+    for size in range(SIZE, SIZE + 300):
         pool.lend(size)
-    assert len(pool._free) <= 8
+    assert len(pool._free) <= 64
 
 
 def test_memory_in_a_cycle_of_garbage_is_not_lent_before_it_has_gone() -> None:

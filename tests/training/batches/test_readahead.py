@@ -34,7 +34,7 @@ from cachestream.training.plan import (
     TailOrder,
     count_batches,
 )
-from cachestream.training.segment import Request, Segment
+from cachestream.training.position import Position, Segment
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 from tests.training.plans import batch_positions
@@ -101,7 +101,7 @@ def segment_of(maps: EpochMaps, order: SampleOrder, batch: int, ranks: int, plac
     record = OrderRecord(snapshot.shard_ids, snapshot.counts, "shuffled", order.size)
     dataset = EpochDataset(snapshot, maps=maps)
     plan = Plan(order.size, batch, ranks, batches)
-    return Segment(Request(0, 0), dataset, maps, order, plan, place, batches, record)
+    return Segment(Position(0), dataset, maps, order, plan, place, batches, record)
 
 
 ORDERS: dict[str, SampleOrder] = {

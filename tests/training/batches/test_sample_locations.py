@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cachestream.permutation import Permutation
 from cachestream.schema import Schema, Snapshot
-from cachestream.training.batches.mapped_shards import EpochMaps, find_locations, locate_batches
+from cachestream.training.batches.mapped_shards import EpochMaps, find_locations
 from cachestream.training.plan import Plan, SampleOrder, ShuffledOrder, count_batches
 from tests.training.plans import batch_positions
 
@@ -51,12 +51,3 @@ def test_places_are_those_of_the_samples_that_the_plan_gives_each_batch(
         assert samples.tolist() == order.at(batch_positions(plan, rank, number)).tolist()
         assert (part.rows >= 0).all()
         assert (part.rows < np.array(counts)[part.shards]).all()
-
-
-@pytest.mark.parametrize("batch_size", [1, 100, 70_000])
-def test_all_batches_come_once_and_in_order_in_blocks_of_bounded_size(batch_size: int) -> None:
-    order, plan = plan_of(300_000, batch_size, 1)
-    blocks = list(locate_batches(order, plan, 0, maps_of([1000] * 300)))
-    assert [block.first for block in blocks] == np.cumsum([0] + [len(b) for b in blocks])[:-1].tolist()
-    assert sum(len(block) for block in blocks) == plan.num_batches
-    assert all(len(block.rows) <= max(65_536, batch_size) for block in blocks)

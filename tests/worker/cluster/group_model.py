@@ -93,7 +93,6 @@ class MemberModel:
     arriving: list[HeldShard] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     joins: bool = True
-    exchange: int = 0
     has_room: bool = False
 
     @property
@@ -115,8 +114,6 @@ class MemberModel:
             removed,
             tuple(self.refused),
             2 if len(self.making) < 4 else 0,
-            self.exchange,
-            bool(self.evicted),
             self.has_room and not self.evicted,
             self.joins,
         )
@@ -228,9 +225,8 @@ class MemberModel:
 class GroupModel:
     """Caches around a directory; each exchange with it is checked."""
 
-    def __init__(self, units: Units, names: Sequence[str], replicas: int | None = None) -> None:
-        self.units, self.replicas = units, replicas
-        self.directory = GroupDirectory(replicas)
+    def __init__(self, units: Units, names: Sequence[str]) -> None:
+        self.units, self.directory = units, GroupDirectory()
         self.now_s = 100.0
         self.members: dict[str, MemberModel] = {}
         self.plan = plan_of(len(units.sizes))
@@ -270,8 +266,7 @@ class GroupModel:
             for ranges in (answer.make, answer.done)
         )
         assert not make & done
-        if self.replicas is None:
-            assert set(self.units.of(done & undecided)) <= held
+        assert set(self.units.of(done & undecided)) <= held
         coming: set[tuple[str, Sample]] = set()
         assert len(answer.copies) <= MOST_COPIES
         for copy in answer.copies:
@@ -287,10 +282,10 @@ class GroupModel:
             if shard.plan == member.plan:
                 positions = {position for _, (position, _) in samples}
                 assert not {one for _, one in samples} & held
-                is_restored = not positions & (undecided | making)
                 assert not positions & making
-                assert not is_restored or not member.evicted
-            elif member.is_earlier(shard):
+                assert positions <= undecided
+            else:
+                assert member.is_earlier(shard)
                 assert report.has_room
                 assert not answer.make
 

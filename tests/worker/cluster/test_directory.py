@@ -14,13 +14,10 @@ from cachestream.schema import Span
 from cachestream.worker.cluster import directory
 from cachestream.worker.cluster.directory import (
     SILENT_S,
-    CacheReport,
     GroupDirectory,
-    HeldShard,
     covers,
     overlap,
 )
-from cachestream.worker.order import Partition
 from tests.worker.cluster.group_model import GroupModel, MemberModel, Units, plan_of
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -38,23 +35,22 @@ def most_blocks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.e2e
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sizes, blocks, groups, st.one_of(st.none(), st.integers(1, 4)), st.randoms(use_true_random=False))
+@given(sizes, blocks, groups, st.randoms(use_true_random=False))
 def test_each_position_is_made_once_while_all_caches_stay(
     most_blocks: pytest.MonkeyPatch,
     sizes: tuple[int, ...],
     blocks: int,
     count: int,
-    replicas: int | None,
     rng: Random,
 ) -> None:
     most_blocks.setattr(directory, "MOST_BLOCKS", blocks)
-    group = GroupModel(Units(sizes), NAMES[:count], replicas)
+    group = GroupModel(Units(sizes), NAMES[:count])
     group.finish(rng, 20 + 4 * sum(sizes), pause_s=0.01)
     makers = {name: set(member.made) for name, member in group.members.items()}
     assert Counter(position for made in makers.values() for position in made) == Counter(range(len(sizes)))
     samples = group.units.real(group.units.of(range(len(sizes))))
     held = Counter(one for member in group.members.values() for one in member.held if one in samples)
-    assert held == dict.fromkeys(samples, min(replicas or count, count))
+    assert held == dict.fromkeys(samples, count)
 
 
 ACTIONS = (
@@ -80,7 +76,6 @@ ACTIONS = (
     sizes,
     blocks,
     st.integers(1, 3),
-    st.one_of(st.none(), st.integers(1, 3)),
     st.lists(st.tuples(st.integers(0, 9), st.sampled_from(ACTIONS), st.integers(0, 9)), max_size=80),
     st.sets(st.integers(0, 29), max_size=3),
     st.randoms(use_true_random=False),
@@ -90,14 +85,13 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
     sizes: tuple[int, ...],
     blocks: int,
     count: int,
-    replicas: int | None,
     actions: list[tuple[int, str, int]],
     failing: set[int],
     rng: Random,
 ) -> None:
     most_blocks.setattr(directory, "MOST_BLOCKS", blocks)
     units = Units(sizes, frozenset(failing))
-    group = GroupModel(units, NAMES[:count], replicas)
+    group = GroupModel(units, NAMES[:count])
     for who, action, number in actions:
         name = sorted(group.members)[who % len(group.members)]
         if action == "leave":  # without a word
@@ -106,7 +100,7 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
         elif action == "silence":
             group.now_s += SILENT_S + 1
         elif action == "restart":
-            group.directory = GroupDirectory(replicas)
+            group.directory = GroupDirectory()
         elif action == "new":
             unused = [one for one in NAMES if one not in group.members and one not in group.directory.members]
             if unused:
@@ -115,46 +109,11 @@ def test_nothing_is_lost_or_held_twice_whatever_happens(
             group.step(name, action, number)
     group.now_s += SILENT_S + 1
     group.finish(rng, 40 + 8 * sum(sizes))
-    if replicas is None:
-        group.check_ended()
+    group.check_ended()
     for name in list(group.directory.members):
         group.directory.leave(name)
     assert not group.directory._shards
     assert not group.directory._members
-
-
-@pytest.mark.e2e
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    sizes, blocks, st.integers(3, 5), st.integers(2, 4), st.integers(0, 9), st.randoms(use_true_random=False)
-)
-def test_replicas_that_go_with_a_cache_are_made_of_those_that_are_left(
-    most_blocks: pytest.MonkeyPatch,
-    sizes: tuple[int, ...],
-    blocks: int,
-    count: int,
-    replicas: int,
-    number: int,
-    rng: Random,
-) -> None:
-    most_blocks.setattr(directory, "MOST_BLOCKS", blocks)
-    group = GroupModel(Units(sizes), NAMES[:count], replicas)
-    group.finish(rng, 20 + 4 * sum(sizes), pause_s=0.01)
-    del group.members[NAMES[number % count]]
-    if number > 4:  # the directory goes with it
-        group.directory = GroupDirectory(replicas)
-    for _ in range(3 + len(sizes)):
-        group.round(rng, pause_s=SILENT_S / 2)
-    samples = group.units.real(group.units.of(range(len(sizes))))
-    held = Counter(one for member in group.members.values() for one in member.held if one in samples)
-    assert held.keys() == samples
-    assert min(held.values()) >= min(replicas, count - 1)
-    evicts = next(iter(group.members.values()))
-    evicts.evict(number)
-    kept = set(evicts.shards)
-    for _ in range(3 + len(sizes)):
-        group.round(rng, pause_s=1.0)
-    assert set(evicts.shards) == kept  # what it has no space for does not come again
 
 
 @pytest.mark.e2e
@@ -260,52 +219,6 @@ def test_the_highest_ordinal_is_told_to_all() -> None:
     group.enter("b", plan_of(2, ordinal=3))
     answers = [group.directory.sync(name, group.members[name].report(), 1.0) for name in ("b", "a")]
     assert [answer.ordinal for answer in answers] == [3, 3]
-
-
-@pytest.mark.e2e
-@given(st.integers(2, 4), st.integers(1, 8), st.integers(1, 40), st.randoms(use_true_random=False))
-def test_an_exchange_brings_shards_of_one_pass_of_each_other_partition(
-    count: int, length: int, wanted: int, rng: Random
-) -> None:
-    units = Units((1,) * length)
-    group = GroupModel(units, ())
-    for index in range(count):
-        partition = Partition(index, count)
-        for who in range(2):  # two caches of each partition, of which one is a pass ahead
-            member = group.enter(f"{index} {who}", plan_of(length, who, partition))
-            member.exchange = wanted if index == 0 else 0
-    group.finish(rng, 20 + 8 * length)
-    for _ in range(30):
-        for name, member in group.members.items():
-            group.sync(name)
-            member.ask(group.members, 0)
-            while member.arriving:
-                member.arrive(0)
-    member = group.members["0 0"]
-    foreign = [shard for shard in member.shards.values() if shard.plan != member.plan]
-    samples = [(shard.plan, one) for shard in foreign for one in units.real(units.samples(shard.spans))]
-    assert len(samples) == len(set(samples))
-    assert len({plan for plan, _ in samples}) == count - 1
-    assert len(samples) == (count - 1) * length  # in the end it has all of them
-
-
-def test_an_exchange_takes_no_shard_that_overlaps_another() -> None:
-    ours, theirs = (plan_of(4, 0, Partition(index, 2)) for index in range(2))
-    group = GroupDirectory()
-    for name, first in (("x", 0), ("y", 1)):  # two caches have made the same samples, cut differently
-        spans = (Span((first, 0), (first + 2, 0)),)
-        shard = HeldShard(name, 1, 100, theirs, spans)
-        group.sync(name, CacheReport(theirs, 4, making=((0, 4),), added=(shard,), joins=True), 1.0)
-    report = CacheReport(ours, 4, making=((0, 4),), exchange=8, joins=True)
-    (copy,) = group.sync("a", report, 1.0).copies
-    other = HeldShard(
-        copy.content,
-        1,
-        100,
-        theirs,
-        (Span((0, 0), (2, 0)),) if copy.content == "x" else (Span((1, 0), (3, 0)),),
-    )
-    assert not group.sync("a", CacheReport(ours, 4, making=((0, 4),), exchange=8, added=(other,)), 1.1).copies
 
 
 @pytest.mark.e2e

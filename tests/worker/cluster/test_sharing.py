@@ -97,20 +97,6 @@ def test_all_caches_hold_all_samples_read_once_and_one_with_another_transform_is
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("third_node")
-def test_two_of_three_caches_keep_a_shard_with_two_replicas(members: Members, tmp_path: Path) -> None:
-    source = numbers(tmp_path, pause_s=0.15)
-    for _ in range(3):
-        members.start(source, replicas=2)
-    members.wait()
-    assert_read_once(members, source)
-    held = Counter(key for cache in members.caches for key in only_once(cache))
-    assert held.keys() == source.keys()
-    assert min(held.values()) == 2
-    assert sum(held.values()) < 2.5 * UNITS  # what was copied before the third one came lies in three
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("third_node")
 def test_two_groups_share_nothing(members: Members, tmp_path: Path) -> None:
     sources = [numbers(tmp_path, name=name, journal=str(tmp_path / name)) for name in ("one", "two")]
     for source in sources * 2:
@@ -118,21 +104,6 @@ def test_two_groups_share_nothing(members: Members, tmp_path: Path) -> None:
     members.wait(sources[0].keys())
     for source in sources:
         assert_read_once(members, source)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("third_node")
-def test_an_exchange_brings_shards_of_the_other_nodes(members: Members, tmp_path: Path) -> None:
-    source = numbers(tmp_path)
-    for index in range(3):
-        members.start(source, partition=(index, 3), exchange=0.2)
-    members.wait()
-    before = [only_once(cache) for cache in members.caches]
-    assert sum(map(len, before)) == UNITS
-    with in_use(members.caches[0]):
-        wait_until(lambda: only_once(members.caches[0]) == source.keys(), "one cache has all", 60.0)
-    assert before[1:] == [only_once(cache) for cache in members.caches[1:]]
-    assert reads(source) == UNITS
 
 
 @pytest.mark.e2e
@@ -190,23 +161,23 @@ def test_a_full_cache_stops_though_the_others_make_everything(members: Members, 
 @pytest.mark.e2e
 def test_a_process_that_attaches_must_want_the_same_group(members: Members, tmp_path: Path) -> None:
     source = numbers(tmp_path)
-    members.start(source, replicas=2)
-    runs = "engine='local', share='group', replicas=2, exchange=0"
+    members.start(source)
+    runs = "engine='local', share='group'"
     for options, wanted in (
         ({"share": None}, "engine='local'"),
-        ({"share": "other", "replicas": 2}, "engine='local', share='other', replicas=2, exchange=0"),
-        ({"replicas": 1}, "engine='local', share='group', replicas=1, exchange=0"),
-        ({"engine": "ray", "replicas": 2}, "engine='ray', share='group', replicas=2, exchange=0"),
+        ({"share": "other"}, "engine='local', share='other'"),
+        ({"share_required": True}, "engine='local', share='group', share_required=True"),
+        ({"engine": "ray"}, "engine='ray', share='group'"),
     ):
         with pytest.raises(ConfigError, match=f"with {runs}, not {wanted}; give all processes"):
             members.restart(0, source, **options)
-    members.restart(0, source, replicas=2)
+    members.restart(0, source)
     for worker in members.workers:
         worker.close()
     members.restart(0, source, share=None)  # nobody needs the first worker any more
     assert [worker.attached for worker in members.workers] == [False, True, False]
     with pytest.raises(ConfigError, match=f"with engine='local', not {runs};"):
-        members.restart(0, source, replicas=2)
+        members.restart(0, source)
 
 
 @pytest.mark.e2e
@@ -216,9 +187,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         for options, message in (
             ({"order": [1.0] * UNITS}, "order='shuffle'"),
             ({"share": ""}, "give the group of caches a name"),
-            ({"share": None, "replicas": 2}, "name it with share="),
-            ({"exchange": 0.1}, "partition="),
-            ({"replicas": 0}, "replicas"),
+            ({"share": None, "share_required": True}, "name it with share="),
         ):
             with pytest.raises(ConfigError, match=message):
                 start_worker(cache, source, **({"share": "group"} | options))

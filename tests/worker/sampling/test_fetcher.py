@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.worker.order import END
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.fetcher import Fetcher
-from cachestream.worker.sampling.unit_reader import Stall, Unit, UnitRead, UnitState
+from cachestream.worker.sampling.fetcher import Delivery, Fetcher
+from cachestream.worker.units import Stall, Unit, UnitRead
 from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0
@@ -72,10 +71,13 @@ def chunk(offset: int, nbytes: int = 1) -> SampleChunk:
 
 @contextmanager
 def fetching(
-    read: Callable[[UnitRead, int], Iterator[SampleChunk | float]], threads: int = 2, max_bytes: int = 100
+    read: Callable[[UnitRead, int], Iterator[SampleChunk | float]],
+    threads: int = 2,
+    max_bytes: int = 100,
+    patience_s: float = DEADLINE_S,
 ) -> Iterator[Fetcher]:
     before = set(threading.enumerate())
-    fetcher = Fetcher(read, threads, max_bytes, lambda _: None)
+    fetcher = Fetcher(read, threads, max_bytes, lambda _: None, patience_s)
     try:
         yield fetcher
     finally:
@@ -93,12 +95,23 @@ def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]
     return found
 
 
+def next_of(fetcher: Fetcher) -> Delivery:
+    """The next delivery, waited for as a sampling process does."""
+    found: list[Delivery] = []
+
+    def has_come() -> bool:
+        found.extend(filter(None, [fetcher.next(0.25)]))
+        return bool(found)
+
+    wait_until(has_come, "something comes")
+    return found[0]
+
+
 def drain_one(fetcher: Fetcher) -> tuple[int, list[int], BaseException | None]:
     """The unit that comes next, whole."""
     offsets: list[int] = []
     while True:
-        delivery = fetcher.next(DEADLINE_S)
-        assert delivery is not None
+        delivery = next_of(fetcher)
         offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
         if delivery.finished:
             return delivery.unit_read.unit.position, offsets, delivery.unit_read.error
@@ -141,16 +154,14 @@ def test_an_error_comes_with_its_own_unit_after_the_samples_before_it() -> None:
         assert drain(fetcher) == [(0, [0], None), (1, [0], error), (2, [], None)]
 
 
-def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() -> None:
+def test_a_silent_unit_lets_others_go_first_and_comes_as_soon_as_there_is_something_of_it() -> None:
     remote = Remote()
-    with fetching(remote.read) as fetcher:
+    with fetching(remote.read, patience_s=0.05) as fetcher:
         first, second, third = remote.of(0, 1, 2)
         fetcher.submit([first, second, third])
         first.stall = Stall(0.0, "gone")
-        assert fetcher.stalls() == ([first.stall], True)
-        assert remote.begun[0].wait(DEADLINE_S)
-        assert fetcher.put_aside(first)
-        assert fetcher.stalls() == ([first.stall], False)
+        assert remote.begun[1].wait(DEADLINE_S)
+        assert fetcher.stalls() == ([first.stall], False), "another one is read"
         remote.give(1, chunk(0), None)
         assert drain_one(fetcher) == (1, [0], None)
         remote.give(0, chunk(0))
@@ -159,81 +170,82 @@ def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() ->
         assert delivery.unit_read is first
         remote.give(2, chunk(0), None)
         remote.give(0, None)
-        assert [position for position, *_ in drain(fetcher)] == [0, 2]
+        assert sorted(drain(fetcher)) == [(0, [], None), (2, [0], None)]
 
 
-def test_a_unit_that_is_put_aside_keeps_its_thread_and_another_takes_its_place() -> None:
+def test_a_unit_that_is_not_silent_yet_keeps_its_place() -> None:
     remote = Remote()
-    with fetching(remote.read, threads=1) as fetcher:
-        first, second, third = remote.of(0, 1, 2)
-        fetcher.submit([first, second, third])
+    with fetching(remote.read, patience_s=2.0) as fetcher:
+        first, second = remote.of(0, 1)
+        fetcher.submit([first, second])
+        remote.give(1, chunk(0), None)
+        remote.wait_until_taken(1, 1)
+        assert fetcher.next(0.1) is None
+        assert fetcher.awaited is first
+        assert drain_one(fetcher) == (1, [0], None), "once its patience is over"
+        remote.give(0, None)
+        assert drain(fetcher) == [(0, [], None)]
+
+
+def test_a_silent_unit_keeps_its_thread_and_another_takes_its_place() -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=1, patience_s=0.05) as fetcher:
+        fetcher.submit(remote.of(0, 1, 2))
         assert remote.begun[0].wait(DEADLINE_S)
-        assert fetcher.put_aside(first)
-        assert remote.begun[1].wait(DEADLINE_S)
-        assert not fetcher.put_aside(second), "as many are put aside as there are threads"
+        wait_until(lambda: fetcher.next(0.05) or remote.begun[1].is_set(), "the next one is read")
+        assert fetcher.reading <= 1, "the silent one is not counted"
         remote.give(1, None)
         assert drain_one(fetcher) == (1, [], None)
+        wait_until(lambda: fetcher.next(0.05) or remote.begun[2].is_set(), "and the one after it")
         remote.give(0, 0.01, chunk(7), None)
         remote.give(2, None)
         assert sorted(drain(fetcher)) == [(0, [7], None), (2, [], None)]
 
 
-def test_units_that_are_put_aside_and_held_are_not_tried_again_before_a_suspect_was_read_alone() -> None:
+def test_all_that_are_silent_are_told_with_their_stalls() -> None:
     remote = Remote()
-    with fetching(remote.read, threads=1) as fetcher:
-        first, second = remote.of(0, 1)
-        fetcher.submit([first])
-        assert remote.begun[0].wait(DEADLINE_S)
-        fetcher.put_aside(first)
-        fetcher.hold(True)
-        assert not fetcher.is_idle, "its attempt has not ended"
-        remote.give(0, 0.0, chunk(0), None)
-        wait_until(lambda: fetcher.is_idle, "its attempt has ended")
-        fetcher.submit([second])
-        assert not fetcher.is_idle
-        remote.give(1, None)
-        assert drain_one(fetcher) == (1, [], None)
-        assert (0, 1) not in remote.put, "it was tried again"
-        fetcher.hold(False)
+    with fetching(remote.read, patience_s=0.05) as fetcher:
+        units = remote.of(0, 1)
+        fetcher.submit(units)
+        for unit in (0, 1):
+            assert remote.begun[unit].wait(DEADLINE_S)
+        for one in units:
+            one.stall = Stall(0.0, f"{one.unit.number} is gone")
+        assert fetcher.stalls() == ([one.stall for one in units], True)
+        remote.give(1, chunk(0))
+        remote.wait_until_taken(1, 1)
+        assert fetcher.stalls() == ([units[0].stall], False)
+        for unit in (0, 1):
+            remote.give(unit, None)
+        assert len(drain(fetcher)) == 2
+
+
+def test_the_memory_of_units_behind_a_silent_one_is_bounded_and_they_go_on_when_they_are_next() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10, patience_s=0.05) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, *[chunk(offset, 6) for offset in range(9)], None)
+        assert drain_one(fetcher) == (1, list(range(9)), None)
+        remote.give(0, chunk(0, 50), None)
         assert drain(fetcher) == [(0, [0], None)]
+
+
+def test_waking_ends_a_wait_from_another_thread() -> None:
+    with fetching(Remote().read) as fetcher:
+        timer = threading.Timer(0.05, fetcher.wake)
+        timer.start()
+        assert fetcher.next(DEADLINE_S) is None
+        timer.join()
 
 
 def test_stopping_ends_every_pause() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
-        first, second = remote.of(0, 1)
-        fetcher.submit([first, second])
-        remote.give(0, 36_000.0)
-        remote.give(1, 36_000.0)
-        wait_until(lambda: first.state is second.state is UnitState.PAUSED, "both pause")
+        fetcher.submit(remote.of(0, 1))
+        for unit in (0, 1):
+            remote.give(unit, 36_000.0)
+            assert remote.begun[unit].wait(DEADLINE_S)
     # `fetching` has seen all threads end.
-
-
-def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
-    remote = Remote()
-    with fetching(remote.read) as fetcher:
-        (unit_read,) = remote.of(0)
-        fetcher.submit([unit_read])
-        remote.give(0, chunk(0), None)
-        remote.wait_until_taken(0, 1)
-        assert not fetcher.put_aside(unit_read)
-        assert drain(fetcher) == [(0, [0], None)]
-
-
-def test_a_unit_is_not_put_aside_once_another_that_was_has_come_and_is_next() -> None:
-    remote = Remote()
-    with fetching(remote.read) as fetcher:
-        first, second = remote.of(0, 1)
-        fetcher.submit([first, second])
-        assert remote.begun[0].wait(DEADLINE_S)
-        assert fetcher.put_aside(first)
-        assert fetcher.awaited is second
-        remote.give(0, chunk(0))
-        remote.wait_until_taken(0, 1)
-        assert not fetcher.put_aside(second)
-        remote.give(0, None)
-        remote.give(1, chunk(0), None)
-        assert drain(fetcher) == [(0, [0], None), (1, [0], None)]
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()])
@@ -244,18 +256,6 @@ def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseExcepti
         remote.give(0, error)
         remote.give(1, chunk(0), None)
         assert drain(fetcher) == [(0, [], error), (1, [0], None)]
-
-
-def test_a_unit_that_is_finished_already_is_only_delivered_in_its_turn() -> None:
-    remote = Remote()
-    with fetching(remote.read) as fetcher:
-        one, _, three = remote.of(0, 1, 2)
-        two = UnitRead(Unit(1, 1, 0, cached=[(0, END)]))
-        fetcher.submit([one, two, three])
-        remote.give(2, None)
-        remote.give(0, None)
-        assert [position for position, *_ in drain(fetcher)] == [0, 1, 2]
-        assert not remote.begun[1].is_set(), "it was read although the cache has it"
 
 
 def test_later_units_wait_at_the_bound_and_go_on_when_they_are_next() -> None:
@@ -342,33 +342,3 @@ def test_everything_comes_once_and_in_order_whatever_the_sizes(
             fetcher.submit([unit_read(unit) for unit in range(len(units))[start : start + group]])
         found = drain(fetcher)
     assert found == [(i, list(range(len(sizes))), None) for i, sizes in enumerate(units)]
-
-
-# The states that may follow each state: all others are refused.
-NEXT_STATES = {
-    "QUEUED": {"READING"},
-    "READING": {"PAUSED", "FINISHED"},
-    "PAUSED": {"READING"},
-    "FINISHED": set(),
-}
-
-
-@pytest.mark.parametrize("state", UnitState)
-@pytest.mark.parametrize("following", UnitState)
-def test_every_state_follows_another_or_is_refused(state: UnitState, following: UnitState) -> None:
-    read = unit_read(0)
-    read.state = state
-    if following.name in NEXT_STATES[state.name]:
-        read.enter(following)
-        assert read.state is following
-    else:
-        with pytest.raises(ValueError, match=f"{state.name} cannot become {following.name}"):
-            read.enter(following)
-
-
-def test_a_unit_in_any_state_can_still_be_finished() -> None:
-    for state in UnitState:
-        reached = {state.name}
-        while more := set().union(*(NEXT_STATES[one] for one in reached)) - reached:
-            reached |= more
-        assert "FINISHED" in reached

@@ -7,58 +7,119 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream import Cache
 from cachestream.sources.base import Rows
 from cachestream.worker.sampling.encode import to_record, to_table
-from cachestream.worker.sampling.packer import ALIKE, ALIKE_S, MIXED, MIXED_S, FirstSamples, majority
+from cachestream.worker.sampling.packer import (
+    ALIKE,
+    ALIKE_S,
+    MIXED,
+    MIXED_S,
+    Election,
+    FirstSamples,
+    Votes,
+    counted,
+    majority,
+)
 from tests.worker.sources import Mixed, Numbers, Scores
 from tests.worker.support import DEADLINE_S, failures_of, fill, only_once
 
 MUCH = 10**9
 
 
-def held(*samples: Any, others: Any = None) -> FirstSamples:
-    first = FirstSamples(others=others)
+def held(*samples: Any) -> FirstSamples:
+    """Samples that a process holds back since 10 s."""
+    first = FirstSamples()
     for number, sample in enumerate(samples):
         first.add(to_record(sample, str(number)), 10.0)
     return first
 
 
-def names(first: FirstSamples) -> list[tuple[str, int]]:
-    return [(str(schema), count) for schema, count in first.all_votes]
+def names(votes: Votes) -> list[tuple[str, int]]:
+    return [(str(schema), count) for schema, count in votes]
 
 
-def test_the_other_processes_are_asked_soon_and_where_all_are_alike_these_decide() -> None:
-    assert held().due_in_s(10.0, MUCH) == 0.0
-    assert held(1).due_in_s(10.0, MUCH) == ALIKE_S
-    assert held(1).due_in_s(10.0 + ALIKE_S, MUCH) == 0.0
-    assert held(*range(ALIKE)).due_in_s(10.0, MUCH) == 0.0
-    assert held(1, 2, others=held(4).votes).due_in_s(10.0, MUCH) == 0.0
-    assert held(1, 2, others=held(4.5).votes).due_in_s(10.0, MUCH) == 0.0, "all are floats"
+def elected(*processes: FirstSamples, after_s: float = 0.0) -> str | None:
+    """What is decided `after_s` the first votes, by those of all `processes`."""
+    election = Election()
+    for number, first in enumerate(processes):
+        election.vote(number, first.votes, 10.0 + number * 0.001)
+    winner = election.winner(10.0 + after_s)
+    return None if winner is None else str(winner)
+
+
+def test_a_process_tells_of_its_samples_soon_and_again_only_if_there_are_others() -> None:
+    assert not held().is_due(99.0, MUCH)
+    assert not held(1).is_due(10.0, MUCH)
+    assert held(1).is_due(10.0 + ALIKE_S, MUCH)
+    assert held(*range(ALIKE)).is_due(10.0, MUCH)
+    assert held(1, 2).is_due(10.0, 16), "more bytes than a shard takes"
+    first = held(*range(ALIKE))
+    first.told = first.votes
+    assert not first.is_due(99.0, MUCH)
+    first.add(to_record("text", "another"), 11.0)
+    assert first.is_due(11.0, MUCH)
+
+
+def test_where_all_are_alike_the_first_votes_decide() -> None:
+    assert elected() is None
+    assert elected(after_s=99.0) is None
+    assert elected(held()) is None
+    assert elected(held(1)) == "{0: int64[]}"
+    assert elected(held(1, 2), held(4)) == "{0: int64[]}"
+    assert elected(held(1, 2), held(4.5)) == "{0: float64[]}", "all are floats"
 
 
 def test_mixed_samples_wait_for_more_but_not_for_long() -> None:
-    assert held(*range(ALIKE), others=held("text").votes).due_in_s(10.0, MUCH) == MIXED_S
-    mixed = ["text", *range(ALIKE)]
-    assert held(*mixed, others=[]).due_in_s(10.0, MUCH) == MIXED_S
-    assert held(*mixed, others=[]).due_in_s(10.0 + MIXED_S, MUCH) == 0.0
-    assert held(*mixed, others=held(*range(MIXED)).votes).due_in_s(10.0, MUCH) == 0.0
-    assert held(*mixed, others=[]).due_in_s(10.0, 40) == 0.0, "more bytes than a shard takes"
+    mixed = held("text", *range(ALIKE))
+    assert elected(mixed) is None
+    assert elected(held(*range(ALIKE)), held("text")) is None
+    assert elected(mixed, after_s=MIXED_S) == "{0: int64[]}"
+    assert elected(mixed, held(*["text"] * MIXED)) == "{0: str}"
+
+
+def test_later_votes_of_a_process_take_the_place_of_its_earlier_ones() -> None:
+    election = Election()
+    election.vote(0, held("text", 1).votes, 10.0)
+    election.vote(0, held("text", 1, 2).votes, 10.0 + MIXED_S - 0.1)
+    assert election.winner(10.0 + MIXED_S - 0.1) is None
+    assert str(election.winner(10.0 + MIXED_S)) == "{0: int64[]}", "since the first ones"
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([1, 2.5, "text", b"x"]), max_size=12), max_size=4),
+    st.floats(0, 2 * MIXED_S),
+)
+def test_whoever_wins_has_most_of_the_votes_and_nobody_waits_for_ever(
+    processes: list[list[Any]], after_s: float
+) -> None:
+    kinds = [
+        "text" if one == "text" else "bytes" if one == b"x" else "number" for own in processes for one in own
+    ]
+    winner = elected(*(held(*own) for own in processes), after_s=after_s)
+    is_decided = bool(kinds) and (len(set(kinds)) == 1 or len(kinds) >= MIXED or after_s >= MIXED_S)
+    assert (winner is not None) == is_decided
+    if winner is not None:
+        kind = "text" if "str" in winner else "bytes" if "bytes" in winner else "number"
+        assert kinds.count(kind) == max(map(kinds.count, kinds))
 
 
 def test_most_decide_and_of_as_many_those_that_came_first() -> None:
     assert majority([]) is None
-    assert names(held("text", 1, 2.5, "text", 3)) == [("{0: str}", 2), ("{0: float64[]}", 3)]
+    assert names(held("text", 1, 2.5, "text", 3).votes) == [("{0: str}", 2), ("{0: float64[]}", 3)]
     assert str(majority(held("text", 1, 2.5, "text", 3).votes)) == "{0: float64[]}"
     assert str(majority(held("text", 1, 2, "text").votes)) == "{0: str}"
-    assert names(held("text", 1, others=held(2, 3).votes)) == [("{0: str}", 1), ("{0: int64[]}", 3)]
+    both = counted(held("text", 1).votes, held(2, 3).votes)
+    assert names(both) == [("{0: str}", 1), ("{0: int64[]}", 3)]
     rows = FirstSamples()
     rows.add(to_record({"x": "text"}, "a"), 0.0)
     rows.add(to_table(Rows(["b", "c"], {"x": np.zeros((2, 3), np.int32)})), 0.0)
     rows.add(to_table(Rows(["d"], {"x": np.zeros((1, 4), np.int32)})), 0.0)
-    assert names(rows) == [("{x: str}", 1), ("{x: int32[?]}", 3)]
+    assert names(rows.votes) == [("{x: str}", 1), ("{x: int32[?]}", 3)]
 
 
 @pytest.mark.e2e

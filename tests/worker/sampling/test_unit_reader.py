@@ -17,7 +17,8 @@ from cachestream.storage.telemetry import private_slot
 from cachestream.transport import metering
 from cachestream.worker.order import END, Offsets, PassPlan, is_covered
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.sampling.unit_reader import FetchMeter, Unit, UnitRead, UnitReader
+from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
+from cachestream.worker.units import Unit, UnitRead
 
 SAMPLES = 12
 RANGES = st.lists(
@@ -74,7 +75,7 @@ def test_the_wanted_samples_come_and_the_source_is_not_read_after_the_last(
     first: int, cached: Offsets, in_rows: bool
 ) -> None:
     source = CountedRows() if in_rows else Counted()
-    found = read(source, Unit(0, 0, 0, first, cached), in_rows=in_rows)
+    found = read(source, Unit(0, 0, first, cached), in_rows=in_rows)
     assert found == [at for at in range(first, SAMPLES) if not is_covered(cached, at)]
     if is_covered(cached, END - 1):  # the cache holds the end of the unit: the last wanted sample is known
         step = 3 if in_rows else 1

@@ -1,0 +1,360 @@
+"""Files with one sample each: images, arrays, JSON, text or bytes, on any remote of fsspec."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.sources.api import (
+    Buffer,
+    ConfigError,
+    File,
+    FileList,
+    FilesSource,
+    FirstNames,
+    Format,
+    ImageOptions,
+    Item,
+    Labels,
+    Names,
+    Page,
+    Part,
+    SampleError,
+    Size,
+    SourceError,
+    Url,
+    check_encoding,
+    decode_fields,
+    extension_of,
+    fingerprint_of,
+    guard_user_code,
+    is_image,
+    loss_of,
+)
+
+logger = logging.getLogger("cachestream")
+
+_KIND_NAMES: Final = {
+    "image": "images",
+    "text": "texts",
+    "array": ".npy files",
+    "arrays": ".npz files",
+    "json": ".json files",
+    "data": "files as bytes",
+}
+_INDEX_HEAD_BYTES: Final = 512
+# The usual names of folders of images and of what belongs to them, and of the ends of such files' names.
+_PAIRED_FOLDERS: Final = re.compile(
+    "(jpeg)?images?|imgs?|photos?|frames?|inputs?|rgb|masks?|segs?|segmentation.*|annotations?|labels?|gt|targets?|"
+    "captions?|texts?",
+    re.IGNORECASE,
+)
+_PAIRED_ENDING: Final = re.compile("[._-](masks?|segs?|segmentation|labels?|gt)$", re.IGNORECASE)
+_MOST_COMPARED: Final = 10_000  # files, whose names are compared
+_IMAGE_HEAD_BYTES: Final = 64 << 10
+_LOSSY: Final = (".png", ".tif", ".tiff")  # the endings of what depth and masks are kept in
+_INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
+
+
+class FilesFormat(Format):
+    """Files decoded by their extension, with a label: see `FileSource` for the options.
+
+    `label_index` are the labels of folders, by name, and `labels` those of a manifest, by file.
+    """
+
+    name = "files"
+    holds_many = False
+
+    def __init__(self, label: str | Callable[[str], Any] | None, images: ImageOptions, encoding: str) -> None:
+        if not (label is None or label == "folder" or callable(label)):
+            raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
+        self._encoding, self.images, self.label = check_encoding(encoding), images, label
+        self.label_index: Mapping[str, int] = {}
+        self.labels: Labels | None = None
+        labelled = fingerprint_of(label) if callable(label) else label
+        self.identity = (f"label={labelled}",)
+        self.encoded = () if self._encoding == "utf-8-sig" else (f"encoding={encoding}",)
+
+    def prefix(self, file: File, part: Part) -> str:
+        return file.key
+
+    def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
+        """Yield the sample of a file, or those of a JSON array."""
+        label = self._folder_label(file)
+        data = file.whole()
+        extension = extension_of(file.key)
+        if file.is_web and not extension and _is_index_page(data):
+            raise SampleError(
+                f"{file.where}: is the server's page about a folder: end its URL with '/' to read its files"
+            )
+        found = decode_fields(data, extension, file.where, self.images, self._encoding)
+        if callable(self.label):
+            with guard_user_code(f"label({file.key!r})"):
+                label = {"label": self.label(file.key)}
+        if isinstance(found, list):
+            yield from ((f"#{number}", record | label) for number, record in enumerate(found))
+        else:
+            yield "", found | label
+
+    def _folder_label(self, file: File) -> dict[str, Any]:
+        """Return the label by the folder of a file, or by the manifest."""
+        if self.labels is not None:
+            return {"label": self.labels[file.index]}
+        if not self.label_index or not _takes_label(file.key):
+            return {}
+        label = self.label_index.get(file.name.rpartition("/")[0].rpartition("/")[2])
+        if label is None:
+            raise SampleError(
+                f"{file.where}: has no label: while a listing grows, only folders beside those of the first files "
+                "have one; clear the cache, and give first_names=None to list all before, label= a function of "
+                "the path, or label=None"
+            )
+        return {"label": label}
+
+
+class FileSource(FilesSource):
+    """The files of a folder, a wildcard, a `{000..127}` range, or a list of these; a unit is a file.
+
+    A sample is a dict. Images (Pillow) have the field "image", uint8 `[3, H, W]` RGB; `.npy` "array"; `.npz`
+    and objects in `.json` their own fields; text "text" (str); anything else "data" (bytes). The key is the
+    path below the common root of all files. An array of objects in `.json` is a sample for each of them, with
+    keys "path#number".
+
+    label: "folder" gives images an int "label", the rank of their parent folder's name among the names of all
+    folders with images (`label_names`), as torchvision's ImageFolder does; images that all lie in the root
+    have none. While a listing grows, the names are those of the folders beside the folder of the first files;
+    images in other folders are skipped and counted. A function of the key labels every file. None: no labels.
+    With a `Manifest` that has labels, every file has its own.
+
+    storage_options are passed to fsspec's driver and may hold secrets, which are shown nowhere. extensions
+    keeps the files with these endings (".jpg", "png"); recursive=False keeps those in the folder itself.
+    Hidden files in folders are left out. Without extensions, one kind of files is kept of folders and
+    wildcards: images, if they are a tenth as many as any other kind, else the most frequent kind. The number
+    of files left out is logged. extensions="*" keeps all, for a transform that makes their samples alike.
+
+    fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
+    text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
+    `ImageOptions`.
+
+    first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
+    listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
+    while the rest is listed. "auto": 1,000 (a page of S3), or 1,000,000 on a local disk. Until `complete`
+    lists the rest, `num_units` is None. None: list all at once.
+
+    Other files are listed once, here; the source is picklable and small. Raises ConfigError for invalid URLs
+    or options, SourceError for files that are missing, empty or forbidden, and SourceUnavailableError for a
+    remote that does not answer.
+    """
+
+    reads = FilesFormat
+    format: FilesFormat
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url] | FileList,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        label: str | Callable[[str], Any] | None = "folder",
+        extensions: str | Iterable[str] | None = None,
+        recursive: bool = True,
+        resize: Size | None = None,
+        crop: Size | None = None,
+        first_names: FirstNames = "auto",
+        fields: Mapping[str, Any] | None = None,
+        encoding: str = "utf-8",
+    ) -> None:
+        format = FilesFormat(label, ImageOptions(resize, crop), encoding)  # noqa: A001
+        if isinstance(urls, FileList):  # `open_source` has listed them
+            files = copy.copy(urls)
+        else:
+            files = FileList(
+                urls,
+                storage_options,
+                owner="FileSource",
+                extensions=extensions,
+                recursive=recursive,
+                labelled=True,
+                first_names=first_names,
+            )
+        self._left_out = _keep_one_kind(files)
+        super().__init__(format, files, fields=fields)
+        self._warn_of_partners()
+        if label == "folder":
+            format.labels = self._files.labels
+        self._label_names = () if format.labels is None else format.labels.names
+        if label == "folder" and format.labels is None:
+            self._label_by(self._labelled_folders())
+        self._warn_of_loss()
+
+    def _identity(self) -> tuple[str, ...]:
+        where, *filters = self._files.identity
+        form, images = self.format, self.format.images.identity
+        return (where, *form.identity, *filters, *images, *self._defaults.identity, *form.encoded)
+
+    def _warn_of_loss(self) -> None:
+        """Log a warning if the first file is an image whose values are not kept whole, as depth and masks.
+
+        Of remotes, whose files are not read here, nothing is said.
+        """
+        first = File(self._files, 0, self._kept)
+        if not first.is_local or extension_of(first.key) not in _LOSSY:
+            return
+        try:
+            with first.stream() as stream:
+                loss = loss_of(stream.read(_IMAGE_HEAD_BYTES))
+        except SourceError:  # the read will report it
+            return
+        if loss:
+            logger.warning(
+                "%s %s; to keep the values of depth images and masks, open them in a torch Dataset, whose PIL "
+                "images are stored as numpy sees them",
+                first.where,
+                loss,
+            )
+
+    def _warn_of_partners(self) -> None:
+        """Warn of files that most likely belong together, such as an image and its mask or its text."""
+        keys = list(map(self._files.key_of, self._files.names[:_MOST_COMPARED]))
+        together: dict[tuple[str, str], list[str]] = {}
+        for key in keys:
+            together.setdefault(_name_of_pair(key), []).append(key)
+        pairs = [found for found in together.values() if len(found) > 1]
+        count = sum(map(len, pairs))
+        if 10 * count > len(keys):
+            logger.warning(
+                "%s: %d of the %s%d files seem to belong to another one, as %s to %s, and are samples of their own all "
+                "the same; to make one sample of both, open the files of one kind alone, with label= a function of "
+                "the path that returns what the other file holds (a mask, a text), or write both into tars, under one name",
+                self._files.shown,
+                count - len(pairs),
+                "first " if len(keys) < len(self._files) or self._files.is_open else "",
+                len(keys),
+                pairs[0][1],
+                pairs[0][0],
+            )
+
+    def _labelled_folders(self) -> set[str]:
+        """Return the names of the folders that hold files with a label; "" for the root.
+
+        Of an open list, which stays open, these are the folders of the known files, and those beside the
+        folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
+        deeper ones, are not found.
+        """
+        files, found = self._files, set[str]()
+        for name in files.names:
+            if (folder := name.rpartition("/")[0]) not in found and _takes_label(files.key_of(name)):
+                found.add(folder)
+        if files.is_open:
+            uppermost = min(found, key=lambda one: (one.count("/"), one), default="")
+            found |= files.folders_ahead(uppermost[: uppermost.rfind("/") + 1])
+        return {folder.rpartition("/")[2] for folder in found}
+
+    def _label_by(self, folders: set[str]) -> None:
+        self._label_names = tuple(sorted(folders)) if folders != {""} else ()
+        self.format.label_index = {name: index for index, name in enumerate(self._label_names)}
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of the folders by label; () without labels, or with labels of another kind."""
+        return self._label_names
+
+    @property
+    def num_units(self) -> int | None:  # type: ignore[override]  # of this source alone it may be unknown
+        """The number of files; None while only the first of them are listed: `complete` lists the rest."""
+        return None if self.is_listing else len(self._files)
+
+    # --- a listing that goes on (see `IncrementalSource`)
+
+    @property
+    def is_listing(self) -> bool:
+        """True while only the first names are listed."""
+        return self._files.is_open
+
+    def more_names(self, last: str) -> Iterator[Page]:
+        """Yield the pages of names after `last`."""
+        return self._files.more(last)
+
+    def complete(self) -> None:
+        """List the rest, here and now. Labels change only if an image lies in a folder without one."""
+        if self.is_listing:
+            self._files.complete()
+            self._set_units(None, self._files.names)
+            if self.format.label == "folder" and not (folders := self._labelled_folders()) <= set(
+                self._label_names
+            ):
+                self._label_by(folders)
+
+    def over(self, names: Names) -> FileSource:
+        """Return the same source over the listing `names`, as far as that has come."""
+        made = copy.copy(self)
+        made._files = self._files.over(names)
+        made._set_units(None, names)
+        return made
+
+    def key(self, unit: int) -> str:
+        """Return the path of `unit` below the common root, without a query."""
+        return self._locate(unit)[0].key
+
+    def _locate(self, unit: int) -> tuple[File, Part]:
+        if not 0 <= unit < len(self._files):
+            self.complete()
+        return super()._locate(unit)
+
+    def __repr__(self) -> str:
+        more = " and more" if self.is_listing else ""
+        left_out = f", {self._left_out:,} of other kinds left out" if self._left_out else ""
+        return f"<FileSource {self._files.shown}, {len(self._files):,} files{more}{left_out}>"
+
+
+def _keep_one_kind(files: FileList) -> int:
+    """Leave out the files of other kinds than the one to read; return their number, which is logged."""
+    counts = files.kinds() if files.is_searched else Counter[str]()
+    if len(counts) < 2:
+        return 0
+    kind = chosen_kind(counts)
+    left_out, example = files.keep_only(kind)
+    if left_out:
+        listed = "the first " if files.is_open else ""
+        logger.warning(
+            "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
+            "to read several kinds, as samples of their own, name them with extensions=; to give each sample what another "
+            "file says of it, such as a text, give label= a function of its path",
+            files.shown,
+            _KIND_NAMES[kind],
+            left_out,
+            listed,
+            left_out + len(files),
+            example,
+        )
+    return left_out
+
+
+def chosen_kind(counts: Counter[str]) -> str:
+    """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
+    most, count = counts.most_common(1)[0]
+    return "image" if 10 * counts["image"] >= count else most
+
+
+def _name_of_pair(key: str) -> tuple[str, str]:
+    """Return what the keys of an image and of its mask or text have in common: "images/1.jpg", "masks/1_mask.png"."""
+    folder, _, name = key.rpartition("/")
+    folders = ("*" if _PAIRED_FOLDERS.fullmatch(one) else one for one in folder.split("/"))
+    return "/".join(folders), _PAIRED_ENDING.sub("", os.path.splitext(name)[0])
+
+
+def _takes_label(key: str) -> bool:
+    """Return whether the file `key` gets the label of its folder."""
+    return is_image(extension_of(key))
+
+
+def _is_index_page(data: Buffer) -> bool:
+    """Return whether `data` is a folder's index page as made by a usual server (Apache, nginx, Python's)."""
+    head = bytes(memoryview(data)[:_INDEX_HEAD_BYTES]).lower()
+    return any(title in head for title in _INDEX_TITLES)

@@ -1,1 +1,0 @@
-"""Data sets in the formats of other loaders: MosaicML Streaming (MDS) and LitData."""

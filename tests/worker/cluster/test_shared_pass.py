@@ -1,0 +1,242 @@
+"""A pass that is shared with a group of caches, as the supervisor answers for it: decisions, and copies of shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from cachestream import Cache
+from cachestream.schema import Span
+from cachestream.shard_format import encode_header
+from cachestream.storage.publish import write_shard
+from cachestream.storage.telemetry import Board
+from cachestream.worker.child_process import Forks
+from cachestream.worker.cluster.connection import ClusterOptions
+from cachestream.worker.cluster.supervision import ALONE, SharingProcess
+from cachestream.worker.launch import WorkerOptions
+from cachestream.worker.messages import Import, Publication, SharedPass
+from cachestream.worker.order import PassPlan
+from cachestream.worker.passes import begin_or_resume
+from cachestream.worker.planner import Planner
+from cachestream.worker.requests import Requests
+from cachestream.worker.user_order import UserOrder
+from tests.storage.support import content, publish, shard_ids
+from tests.worker.sources import Numbers
+
+LENGTH = 30
+SHARING = -2
+
+
+class Answers:
+    """The last answer, as a channel takes it."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def answer(self, _number: int, value: Any) -> None:
+        self.value = value
+
+
+class NoForks:
+    children: list[Any]
+
+    def __init__(self) -> None:
+        self.children = []
+
+
+class Shared:
+    """The supervisor of a cache in a group, without processes."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache, self.channel = cache, Answers()
+        self.job = WorkerOptions(num_workers=2, order="sequential").job(cache, Numbers(LENGTH))
+        begin_or_resume(cache, self.job, UserOrder(self.job))
+        self.begin()
+
+    def begin(self) -> None:
+        job, cache = self.job, self.cache
+        self.planner = Planner(job, cache, is_shared=True)
+        board = Board(cache.directory.worker_file("board"))
+        self.requests = Requests(job, cache, self.planner, board, lambda: False)
+        forks = cast("Forks", NoForks())
+        self.sharing = SharingProcess(job, cache, forks, self.planner, self.requests)
+
+    def ask(self, kind: str, *arguments: Any) -> Any:
+        """The answer to what the sharing process asks."""
+        channel: Any = self.channel
+        message = kind, 1, arguments
+        if not self.sharing.handle(SHARING, channel, message):
+            self.requests.handle(SHARING, channel, message)
+        if isinstance(self.channel.value, BaseException):
+            raise self.channel.value
+        return self.channel.value
+
+    @property
+    def state(self) -> SharedPass:
+        found: SharedPass = self.ask("shared_pass")
+        return found
+
+    @property
+    def pass_id(self) -> int:
+        return self.state.row.id
+
+    def decide(self, make: list[tuple[int, int]], done: list[tuple[int, int]]) -> None:
+        self.ask("decide", self.pass_id, make, done)
+
+    def copy(self, start: tuple[int, int], stop: tuple[int, int], positions: list[int], pass_id: int) -> bool:
+        """Publish a copy of a shard of others, and forget it again; False if it is not wanted."""
+        shard = content(1000)
+        header = encode_header(shard)
+        reserved = self.ask("reserve_now", (len(header) + shard.data_bytes,), True)
+        written = write_shard(self.cache.directory, reserved[0], header, shard)
+        publication = Publication(pass_id, (written,), (Span(start, stop),))
+        is_published: bool = self.ask("import", Import(publication, np.array(positions, np.int64)))
+        if is_published:
+            self.cache.quarantine(written.id, "for the test")
+        return is_published
+
+    def copy_of_this(self, start: tuple[int, int], stop: tuple[int, int]) -> bool:
+        positions = list(range(start[0], stop[0] + (stop[1] > 0)))
+        return self.copy(start, stop, positions, self.pass_id)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Shared]:
+    with Cache(tmp_path / "cache", size_limit="10MB", min_free=0) as cache:
+        shared = Shared(cache)
+        yield shared
+        shared.requests.has_ended(SHARING)
+        shared.requests.release()
+        with cache.catalogue.reading() as tables:
+            assert tables.unfinished() == []
+        assert not [name for name in os.listdir(cache.directory.shards) if name.endswith(".tmp")]
+        vars(shared).clear()
+
+
+def test_what_the_group_gives_is_handed_out_and_what_it_takes_away_again_is_not(shared: Shared) -> None:
+    assert shared.state.undecided == ((0, LENGTH),)
+    assert shared.planner.take(0, 5) is None
+    assert not shared.planner.is_handed_out
+    shared.decide([(0, 6)], [(20, 30)])
+    assert (shared.state.undecided, shared.state.making) == (((6, 20),), ((0, 6),))
+    taken = shared.planner.take(0, 2)
+    assert taken is not None
+    assert [unit.position for unit in taken.units] == [0, 1]
+    shared.ask("share")
+    assert (shared.state.undecided, shared.state.making) == (((2, 20),), ((0, 2),))
+    assert shared.state.is_making(np.array([0, 1, 2, 19, LENGTH])).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    with shared.planner.noted(0, [0, 1], ()):
+        pass
+    assert shared.planner.row.positions_done == 12
+
+
+def test_the_number_of_blocks_that_are_offered_is_told(shared: Shared) -> None:
+    assert shared.state.offered == 0
+    shared.decide([(3, 7), (9, 10)], [])
+    assert shared.state.offered == 5, "of one unit each, in so short a pass"
+
+
+def test_a_decision_on_another_pass_decides_nothing(shared: Shared) -> None:
+    shared.ask("decide", shared.pass_id + 1, [(0, 5)], [(5, 9)])
+    assert shared.state.undecided == ((0, LENGTH),)
+
+
+def test_decisions_outlast_the_supervisor_and_the_undecided_rest_is_that_of_the_group(shared: Shared) -> None:
+    shared.decide([(0, 6)], [(20, 30)])
+    assert shared.planner.take(0, 2) is not None
+    shared.requests.record()
+    shared.requests.release()
+    alone = Planner(shared.job, shared.cache, is_shared=False)
+    alone.begin()
+    taken = alone.take(0, LENGTH)
+    assert taken is not None
+    assert [unit.position for unit in taken.units] == list(range(20)), (
+        "without a group it makes all that is left"
+    )
+    shared.begin()
+    assert shared.state.undecided == ((0, 20),), "what no process has is for the group to decide"
+
+
+def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) -> None:
+    pass_id = shared.pass_id
+    assert not shared.ask("follow", pass_id + 1, 4)
+    assert shared.ask("follow", pass_id, 4)
+    assert (shared.pass_id, PassPlan.from_json(shared.state.row.plan).ordinal) == (pass_id, 4)
+    recorded = shared.cache.filling.state().last_pass
+    assert recorded is not None
+    assert PassPlan.from_json(recorded.plan).ordinal == 4
+    shared.decide([(0, 2)], [])
+    assert not shared.ask("follow", pass_id, 5)
+    assert PassPlan.from_json(shared.state.row.plan).ordinal == 4
+
+
+def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) -> None:
+    publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
+    held = shard_ids(shared.cache)
+    shared.decide([(10, 14)], [(20, 21)])
+    assert shared.planner.take(0, 2) is not None
+    copy = shared.copy_of_this
+    assert copy((0, 0), (4, 1))  # up to the samples that are held
+    assert not copy((0, 0), (4, 2))
+    assert not copy((5, 0), (5, 1))
+    assert not copy((6, 1), (7, 0))
+    assert copy((6, 2), (10, 0))
+    assert not copy((9, 0), (10, 1))
+    assert not copy((13, 0), (15, 0))
+    assert copy((14, 0), (20, 0))
+    assert copy((20, 0), (21, 0))  # done without samples here: another cache has lost its replica
+    assert copy((21, 0), (30, 0))
+    assert not copy((29, 0), (30, 1))
+    assert shard_ids(shared.cache) == held, "a copy that is refused leaves nothing"
+
+
+def test_what_was_copied_is_not_handed_out_though_the_group_goes_before_it_says_that_it_is_done(
+    shared: Shared,
+) -> None:
+    shared.job = replace(shared.job, cluster=ClusterOptions("auto", group="g"))
+    shared.begin()
+    publish(shared.cache, content(4), spans=[Span((2, 0), (6, 0))], pass_id=shared.pass_id)
+    shared.decide([(0, 8)], [])
+    taken = shared.planner.take(0, 8)
+    assert taken is not None
+    assert [unit.position for unit in taken.units] == [0, 1, 6, 7]
+
+
+def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_made_nor_held(
+    shared: Shared,
+) -> None:
+    publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
+    shared.decide([(10, 12)], [(20, 21)])
+    earlier = shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH)
+    assert earlier not in (0, shared.pass_id)
+    assert shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH) == earlier
+
+    def is_open_at(*positions: int) -> bool:
+        return shared.copy((4, 0), (7, 0), list(positions), earlier)
+
+    assert [is_open_at(position) for position in (3, 4, 6, 7, 10, 11, 12, LENGTH)] == [
+        True, False, False, True, False, False, True, False,
+    ]  # fmt: skip
+    assert is_open_at(29, 0, 7)
+    assert not is_open_at(29, 11, 7)
+    assert is_open_at()
+    publish(shared.cache, content(20), spans=[Span((6, 0), (6, 1))], pass_id=earlier)
+    assert not is_open_at(0)
+
+
+def test_what_the_group_says_is_the_message_of_the_filling(shared: Shared) -> None:
+    assert shared.sharing.message == ""
+    shared.ask("group", ALONE)
+    assert shared.sharing.message == ALONE
