@@ -212,6 +212,18 @@ def test_a_process_that_is_killed_as_a_shard_gets_its_name_costs_no_sample(
 
 
 @pytest.mark.e2e
+def test_a_disk_that_fails_as_an_old_request_is_removed_is_an_error_of_the_package(
+    new_path: Callable[[], Path], library: Path
+) -> None:
+    path = new_path()
+    prepare("fill", path)
+    outcome = run("fill", path, library, 1, WAYS["EIO"], call="unlink", folder=path / "worker")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.told.startswith(f"DiskFailedError: {path / 'worker' / 'stop'}: Input/output error")
+    check("fill", path, outcome, 4_000_000)
+
+
+@pytest.mark.e2e
 def test_settings_are_on_the_disk_before_they_take_the_place_of_the_old_ones(
     new_path: Callable[[], Path], library: Path
 ) -> None:
