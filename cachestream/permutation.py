@@ -66,8 +66,8 @@ class _KeySeed(ISpawnableSeedSequence):
 def keyed_generator(key: int) -> np.random.Generator:
     """A generator for a 64-bit key: it draws the numbers of `np.random.Philox(key=key)`.
 
-    That constructor also takes a seed from the system, which costs more than everything else, and releases the
-    interpreter's lock.
+    That constructor also takes a seed from the system, which costs more than everything else, and releases
+    the interpreter's lock.
     """
     seed: Any = _KeySeed(key)  # documented as an argument of Philox, but not in its annotations
     return np.random.Generator(np.random.Philox(seed))

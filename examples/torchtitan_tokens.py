@@ -39,7 +39,9 @@ class CachedTokens(BaseDataLoader):  # type: ignore[misc]
 
     def __init__(self, dp_world_size: int, dp_rank: int, job_config: Any, tokenizer: None = None) -> None:
         if job_config.parallelism.pipeline_parallel_degree > 1:
-            raise ValueError("ranks of one pipeline are not consecutive: give cs.stream a mesh= and replicate=")
+            raise ValueError(
+                "ranks of one pipeline are not consecutive: give cs.stream a mesh= and replicate="
+            )
         training, cached = job_config.training, job_config.cached
         tokens = cs.open_source(training.dataset_path, window=(training.seq_len + 1,))
         self.loader = cs.stream(

@@ -1,1 +1,3 @@
-"""Formats of files, a module each. They use `cachestream.sources.api` alone, as those of other packages do."""
+"""Formats of files, a module each. They use `cachestream.sources.api` alone, as those of other packages
+do.
+"""

@@ -113,9 +113,9 @@ class ArrowSource(FilesSource):
     urls: a folder that Hugging Face's `Dataset.save_to_disk` wrote, a URL, a `{000..127}` range, a wildcard,
     or a list of these. Of a `DatasetDict`, the folder of one of its splits.
 
-    A sample is a dict of the columns, as in `ParquetSource`, those that folders name included. `columns` (names of whole columns), `fields`,
-    `decode_images`, `decoders`, `resize`, `crop` and errors are those of `ParquetSource`, too. The key is "file#row".
-    Needs pyarrow: `pip install 'cachestream[parquet]'`.
+    A sample is a dict of the columns, as in `ParquetSource`, those that folders name included. `columns`
+    (names of whole columns), `fields`, `decode_images`, `decoders`, `resize`, `crop` and errors are those of
+    `ParquetSource`, too. The key is "file#row". Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
 
     reads = ArrowFormat

@@ -52,7 +52,9 @@ class CacheFormat(Format):
         return ""
 
     def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
-        """Yield the samples of a shard in order, as `Rows` where they are dicts without fields of varying shape."""
+        """Yield the samples of a shard in order, as `Rows` where they are dicts without fields of varying
+        shape.
+        """
         shard = _load(file)
         keys = shard.keys()
         step = max(1, shard.num_samples * ROWS_BYTES // max(1, shard.size_bytes))

@@ -170,8 +170,8 @@ class FileSource(FilesSource):
 
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
     text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
-    `ImageOptions`. decoders: `{"image": "index"}` keeps the values of images as they are stored, `[H, W]`: the
-    numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file.
+    `ImageOptions`. decoders: `{"image": "index"}` keeps the values of images as they are stored, `[H, W]`:
+    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file.
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
     listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
@@ -373,7 +373,9 @@ def chosen_kind(counts: Counter[str]) -> str:
 
 
 def _name_of_pair(key: str) -> tuple[str, str]:
-    """Return what the keys of an image and of its mask or text have in common: "images/1.jpg", "masks/1_mask.png"."""
+    """Return what the keys of an image and of its mask or text have in common: "images/1.jpg",
+    "masks/1_mask.png".
+    """
     folder, _, name = key.rpartition("/")
     folders = ("*" if _PAIRED_FOLDERS.fullmatch(one) else one for one in folder.split("/"))
     return "/".join(folders), _PAIRED_ENDING.sub("", os.path.splitext(name)[0])

@@ -1,7 +1,8 @@
 """Windows of HDF5 datasets: only the chunks that a window touches are fetched.
 
-h5py runs one call at a time in a process. It is asked for the positions of chunks, which are then fetched together and
-without its lock, and decodes them out of memory, whatever their filters. Contiguous data are read without h5py.
+h5py runs one call at a time in a process. It is asked for the positions of chunks, which are then fetched
+together and without its lock, and decodes them out of memory, whatever their filters. Contiguous data are
+read without h5py.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
 
 
 class _Fetched(SeekableFile):
-    """A remote file for HDF5; the bytes of the spans that it holds were fetched before, without HDF5's lock."""
+    """A remote file for HDF5; the bytes of the spans that it holds were fetched before, without HDF5's
+    lock.
+    """
 
     def hold(self, spans: Sequence[Span], data: Sequence[memoryview]) -> None:
         self._held = list(zip(spans, data, strict=True))

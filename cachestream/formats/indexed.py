@@ -125,7 +125,9 @@ def read_index(index: FileList) -> Iterator[Mapping[str, Any]]:
 
 
 def check_file_name(name: Any) -> str:
-    """Return the name of a file in an index. Raises ValueError for one that leads out of the index's folder."""
+    """Return the name of a file in an index. Raises ValueError for one that leads out of the index's
+    folder.
+    """
     parts = str(name).replace("\\", "/").split("/")
     if not isinstance(name, str) or {"..", ""} & {*parts} or "::" in name or not name.isprintable():
         raise ValueError(f"the file name {str(name)[:100]!r}, which leads out of the folder")
@@ -246,10 +248,11 @@ class ItemLayout:
 
 
 class IndexedFormat(Format):
-    """The base of MDS and LitData: files that an index names, read whole or in visits to about so many samples.
+    """The base of MDS and LitData: files that an index names, read whole or in visits to about so many
+    samples.
 
-    A subclass reads the index in `files_of`, which sets `counts`, the numbers of items in the files. `file_names`
-    are the names of such files.
+    A subclass reads the index in `files_of`, which sets `counts`, the numbers of items in the files.
+    `file_names` are the names of such files.
     """
 
     file_names: ClassVar[re.Pattern[str]]
@@ -286,7 +289,9 @@ class IndexedFormat(Format):
         return files
 
     def files_of(self, index: FileList, content: Mapping[str, Any]) -> FileList:
-        """Return the files that an index names. Raises ValueError, LookupError or TypeError if it is malformed."""
+        """Return the files that an index names. Raises ValueError, LookupError or TypeError if it is
+        malformed.
+        """
         raise NotImplementedError
 
     def parts(self, file: File) -> Sequence[str]:

@@ -60,7 +60,9 @@ _DELIMITERS: Final = {".csv": ",", ".tsv": "\t"}
 
 
 class LinesFormat(Format):
-    """JSON Lines, CSV and TSV: see `LinesSource` for the options. A part is a range of bytes of JSON Lines."""
+    """JSON Lines, CSV and TSV: see `LinesSource` for the options. A part is a range of bytes of JSON
+    Lines.
+    """
 
     name = "lines"
     endings = tuple(
@@ -137,8 +139,8 @@ class LinesFormat(Format):
     def _first_rows(self, file: File) -> tuple[list[str], list[list[str]]]:
         """Return the names of the columns of a table, and its first rows of so many values.
 
-        A table of one column, all of whose lines hold another usual delimiter, has that one, and so do all tables
-        of its ending: this is logged. Raises ConfigError for a malformed table.
+        A table of one column, all of whose lines hold another usual delimiter, has that one, and so do all
+        tables of its ending: this is logged. Raises ConfigError for a malformed table.
         """
         delimiter, where = self._delimiter_of(file), file.where
         with file.stream() as stream:

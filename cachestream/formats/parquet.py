@@ -55,7 +55,9 @@ _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4,
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """One column of one row group: its bytes in the file, and its size when unpacked and decoded, at least."""
+    """One column of one row group: its bytes in the file, and its size when unpacked and decoded, at
+    least.
+    """
 
     start: int
     stop: int
@@ -123,7 +125,8 @@ class _UnreadableFile(SeekableFile):
 
 
 def _batch_rows(file: PagedFile, chunks: Iterable[ColumnChunk], row_bytes: float) -> int:
-    """Return the number of rows that take about BATCH_BYTES, and EXPANDED_BYTES at most for large dictionaries.
+    """Return the number of rows that take about BATCH_BYTES, and EXPANDED_BYTES at most for large
+    dictionaries.
 
     Values of a dictionary are decoded as often as they occur, and are in the file once.
     """
@@ -189,7 +192,9 @@ class ParquetFormat(Format):
         return sum(chunk.unpacked_bytes for chunk in self._footer(file).chunks(0))
 
     def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
-        """Yield the rows of a row group, as `Rows` where all of a batch are usable and have the same shapes."""
+        """Yield the rows of a row group, as `Rows` where all of a batch are usable and have the same
+        shapes.
+        """
         first, _, num_rows = part.name.partition("+")
         with file.parsed():
             footer = self._footer(file)
@@ -280,8 +285,9 @@ class ParquetSource(FilesSource):
     text, unless they hold binary. Images in the layout of Hugging Face (a struct of "bytes" and "path") are
     decoded to uint8 `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
 
-    Folders such as "label=cat/" name a column of their own, as in pyarrow: below the folder or wildcard given, or
-    anywhere in the paths of a list of files. It is int64 if all its values are whole numbers, else str.
+    Folders such as "label=cat/" name a column of their own, as in pyarrow: below the folder or wildcard
+    given, or anywhere in the paths of a list of files. It is int64 if all its values are whole numbers, else
+    str.
 
     columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
 
@@ -293,8 +299,8 @@ class ParquetSource(FilesSource):
 
     decode_images: False leaves images as bytes. A list of names decodes these binary columns, too.
 
-    decoders: `{"mask": "index"}` keeps the values of a column's images as they are stored, `[H, W]`: the numbers
-    of a mask with a palette, depth of 16 bits; "raw" leaves the bytes of a column.
+    decoders: `{"mask": "index"}` keeps the values of a column's images as they are stored, `[H, W]`: the
+    numbers of a mask with a palette, depth of 16 bits; "raw" leaves the bytes of a column.
 
     resize, crop: the size of decoded images, see `ImageOptions`.
 

@@ -77,7 +77,9 @@ def _number(fields: Fields, number: int) -> int:
 
 
 def _parse(data: memoryview) -> tuple[Fields, int] | None:
-    """Return the fields of the header that `data` begin with, by number, and its size; None if it is cut off."""
+    """Return the fields of the header that `data` begin with, by number, and its size; None if it is cut
+    off.
+    """
     try:
         return _struct(data, 0, 0)
     except (IndexError, ValueError):

@@ -248,10 +248,10 @@ class TarSource(FilesSource):
     the value, or the text of an object; "npy" the array; the arrays of an "npz" fields "npz.name"; "txt"
     and other text str; anything else bytes. The key is "path/of.tar#name".
 
-    decoders: functions of bytes by extension, which take precedence: `{"pkl": pickle.loads}`, or
-    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled except by these functions. Or a name:
-    `{"mask.png": "index"}` keeps the values of an image as they are stored, `[H, W]` (the numbers of a mask with
-    a palette, depth of 16 bits), "raw" the bytes.
+    decoders: functions of bytes by extension, which take precedence: `{"pkl": pickle.loads}`, or `{"jpg":
+    bytes}` to keep files as they are. Nothing is unpickled except by these functions. Or a name:
+    `{"mask.png": "index"}` keeps the values of an image as they are stored, `[H, W]` (the numbers of a mask
+    with a palette, depth of 16 bits), "raw" the bytes.
 
     samples_per_visit: the approximate number of samples to read of a tar before the next tar is read, so
     that early epochs hold samples of many tars. The tars must not be packed, nor hold tars themselves. A

@@ -312,7 +312,8 @@ class Cut:
 
 
 def read_groups(stream: Stream, cut: Cut | None = None) -> Iterator[Group | Skipped]:
-    """Yield the complete samples of the archive in `stream`, or of a part of it. Raises SampleError at damage.
+    """Yield the complete samples of the archive in `stream`, or of a part of it. Raises SampleError at
+    damage.
 
     The sample at a truncation is left out, and so is the last sample of an
     archive without an end mark if it lacks an extension of the sample before: it may be truncated.

@@ -201,7 +201,9 @@ def _are_in_turn(values: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> boo
 
 
 def _field_bytes(values: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Return the size of each value as a field: a tag of one byte, the length in bytes of 7 bits, the value."""
+    """Return the size of each value as a field: a tag of one byte, the length in bytes of 7 bits, the
+    value.
+    """
     lengths = _lengths(values)
     return 2 + lengths + sum(lengths >= 1 << bits for bits in (7, 14, 21, 28))
 

@@ -98,13 +98,17 @@ class TFRecordFormat(Format):
         return head[4:8] == bytes(4) and head[12:13] == b"\n"
 
     def can_cut(self, head: bytes) -> bool:
-        """Return whether the first record of a part is found: by its checksum, unless files are compressed."""
+        """Return whether the first record of a part is found: by its checksum, unless files are
+        compressed.
+        """
         if not self._check_crc or self._compression not in ("auto", None):
             return False
         return len(head) >= HEAD_BYTES and find_record(head[:HEAD_BYTES], load_checksum()) == 0
 
     def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
-        """Yield the records of a part in order, as `Rows` where small consecutive ones have the same shapes."""
+        """Yield the records of a part in order, as `Rows` where small consecutive ones have the same
+        shapes.
+        """
         for records in self._records(file, part):
             if isinstance(records, Skipped):
                 yield records
@@ -298,7 +302,8 @@ def seek_record(stream: Stream, end: int, checksum: Checksum) -> bool:
 def read_records(
     stream: Stream, checksum: Checksum | None, end: int | None = None
 ) -> Iterator[Records | Skipped]:
-    """Yield the undamaged records in order, small ones as they arrive together, others one by one; others as Skipped.
+    """Yield the undamaged records in order, small ones as they arrive together, others one by one; others as
+    Skipped.
 
     The last one is the last that begins before byte `end`, if that is given.
     """

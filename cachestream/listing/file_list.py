@@ -118,7 +118,9 @@ class FileList:
 
     @classmethod
     def of_one(cls, url: str, storage_options: Mapping[str, Any] | None) -> FileList:
-        """Return the list of what lies at `url`, a file or a folder that is read as one; nothing is looked up."""
+        """Return the list of what lies at `url`, a file or a folder that is read as one; nothing is looked
+        up.
+        """
         made = cls.__new__(cls)
         made._wanted, made._kind, made.is_searched, made._secret_names = (), "", False, None
         made.shown, made.remote = redact(url), Remote(url, storage_options)

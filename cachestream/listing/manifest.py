@@ -283,7 +283,9 @@ def _lines(text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _sound_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[list[str]]:
-    """Yield the rows of a table. Raises ValueError where a quote that is not closed takes lines into a value."""
+    """Yield the rows of a table. Raises ValueError where a quote that is not closed takes lines into a
+    value.
+    """
     taken = list[str]()  # the lines of one row
 
     def lines() -> Iterator[str]:

@@ -88,7 +88,9 @@ def _matcher(pattern: str) -> Callable[[str], object]:
 
 
 def _matcher_as_in_shell(pattern: str) -> Callable[[str], object]:
-    """Return a function that tells whether a name fits a wildcard; hidden ones fit only a level that begins with "."."""
+    """Return a function that tells whether a name fits a wildcard; hidden ones fit only a level that begins
+    with ".".
+    """
     fits = _matcher(pattern)
     dotted = [_matcher(level) for level in pattern.split("/") if level.startswith(".")]
 
@@ -151,7 +153,9 @@ def _warn_of_dots(where: str, count: int, example: str) -> None:
 
 
 def tell_of_dots(where: str, names: Iterable[str]) -> None:
-    """Warn if any of `names` below the folder `where` is in a folder, or is a file, that begins with two dots."""
+    """Warn if any of `names` below the folder `where` is in a folder, or is a file, that begins with two
+    dots.
+    """
     dotted = [name for name in names if name.startswith("..") or "/.." in name]
     if dotted:
         _warn_of_dots(where, len(dotted), dotted[0][:200])

@@ -32,8 +32,8 @@ def refuse_tables(files: FileList) -> None:
     """Raise ConfigError if any of `files` belongs to a table of one of these formats.
 
     The listed names tell, and the folders in which the files or their partitions lie and those above: on a
-    disk all of them, on remotes that list folders the uppermost 32. Raises SourceUnavailableError for a remote
-    that does not answer.
+    disk all of them, on remotes that list folders the uppermost 32. Raises SourceUnavailableError for a
+    remote that does not answer.
     """
     found = next(filter(None, map(_named, files.names)), None)
     if found is not None:
@@ -103,7 +103,9 @@ def _ask(remote: Remote, folders: set[str]) -> None:
 
 
 def _is_in_repository(folder: str) -> bool:
-    """Return whether a folder of Hugging Face, "datasets/user/repository/", is a repository or lies in one."""
+    """Return whether a folder of Hugging Face, "datasets/user/repository/", is a repository or lies in
+    one.
+    """
     return folder.count("/") >= (3 if folder.partition("/")[0] in ("datasets", "spaces", "buckets") else 2)
 
 
@@ -115,7 +117,9 @@ def _names_in(filesystem: Any, folder: str) -> list[str]:
 
 
 def _format_at(folder: str, names: Callable[[str], Iterable[str]]) -> str:
-    """Return the format of the table in `folder`, or ""; `names` yields the names in a folder, none if absent."""
+    """Return the format of the table in `folder`, or ""; `names` yields the names in a folder, none if
+    absent.
+    """
     for log, name in _LOGS.items():
         if any(names(f"{folder}{log}/")):
             return name

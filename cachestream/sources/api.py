@@ -1,4 +1,5 @@
-"""All that a format of files may use, built in or of another package: public, as the names of `cachestream` are.
+"""All that a format of files may use, built in or of another package: public, as the names of `cachestream`
+are.
 
 | for | names |
 |-|-|

@@ -212,10 +212,11 @@ def read_window(
 
 
 class ArrayFile:
-    """An array of one format that can be read in windows. Picklable; `read` may be called from several threads.
+    """An array of one format that can be read in windows. Picklable; `read` may be called from several
+    threads.
 
-    `array_endings` are those of the files or folders that hold such arrays. Raises SampleError for malformed data,
-    and otherwise the errors of drivers.
+    `array_endings` are those of the files or folders that hold such arrays. Raises SampleError for malformed
+    data, and otherwise the errors of drivers.
     """
 
     array_endings: ClassVar[tuple[str, ...]]

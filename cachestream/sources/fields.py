@@ -98,8 +98,8 @@ def as_float_if(default: Any, value: Any) -> Any:
 def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
     """Convert the fields of a dict by the table above; other samples are returned unchanged.
 
-    `empty` has the values for empty lists, by field. None in place of a dict is left out where it has a
-    value for a member of the dict. Raises SampleError for two values of one field: "a.b" beside "a" with a "b".
+    `empty` has the values for empty lists, by field. None in place of a dict is left out where it has a value
+    for a member of the dict. Raises SampleError for two values of one field: "a.b" beside "a" with a "b".
     """
     if not isinstance(sample, Mapping) or not any(
         value is None or isinstance(value, Mapping | list) for value in sample.values()

@@ -73,14 +73,15 @@ class FileUnits:
 
 
 class FilesSource:
-    """The samples of files of one format; a unit is a file, or a part of one. See `Source`, `DivisibleSource`.
+    """The samples of files of one format; a unit is a file, or a part of one. See `Source`,
+    `DivisibleSource`.
 
-    urls: what `format` finds files by, or a FileList. storage_options are passed to fsspec's driver. fields: a
-    default for each optional field.
+    urls: what `format` finds files by, or a FileList. storage_options are passed to fsspec's driver. fields:
+    a default for each optional field.
 
     Files are listed once, here, and looked at as far as their format needs it to name their parts. Parts are
-    numbered in rounds, each with about the same share of every file, where a cache is too small for 64 whole files
-    (for all, where there are fewer).
+    numbered in rounds, each with about the same share of every file, where a cache is too small for 64 whole
+    files (for all, where there are fewer).
     """
 
     reads: ClassVar[type[Format]]  # of a public class for one format
@@ -223,7 +224,9 @@ class FilesSource:
         return self._own_parts is None and type(self.format).can_cut is Format.can_cut
 
     def divided(self, parts: int) -> Self:
-        """Return a source of the same samples, with each file read in `parts`, where the format can do that."""
+        """Return a source of the same samples, with each file read in `parts`, where the format can do
+        that.
+        """
         if self._has_whole_files:
             return self
         made = copy.copy(self)

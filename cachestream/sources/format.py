@@ -59,9 +59,9 @@ Item = tuple[str | int, Any] | Rows | Skipped
 class File:
     """One file of a source, as its format sees it. Cheap: made anew for each read.
 
-    `key` is its path below the common root, `where` its path in messages. All that is read is counted, limited,
-    resumed, and of one version of the file. Errors are SampleError for a file that cannot be read, and
-    SourceUnavailableError for a remote that does not answer.
+    `key` is its path below the common root, `where` its path in messages. All that is read is counted,
+    limited, resumed, and of one version of the file. Errors are SampleError for a file that cannot be read,
+    and SourceUnavailableError for a remote that does not answer.
     """
 
     __slots__ = ("_files", "_kept", "index", "key")
@@ -144,7 +144,8 @@ class File:
     def keep(self, read: Callable[[], tuple[T, int]]) -> T:
         """Return what `read` returns, kept for the next calls: a value, and its size in bytes.
 
-        It is forgotten when a read of the file fails, as the file may have been replaced, and in other processes.
+        It is forgotten when a read of the file fails, as the file may have been replaced, and in other
+        processes.
         """
         with self.errors_mapped():
             return self._kept.value(self.index, read)
@@ -159,10 +160,11 @@ class File:
 
     @contextmanager
     def parsed(self, file: SeekableFile | None = None) -> Iterator[None]:
-        """Map the errors of drivers and of a library in the block that parses the file, through `file` perhaps.
+        """Map the errors of drivers and of a library in the block that parses the file, through `file`
+        perhaps.
 
-        What a library raises becomes a SampleError: the file is malformed. So does a ConfigError: the file suited
-        the options when the source was made.
+        What a library raises becomes a SampleError: the file is malformed. So does a ConfigError: the file
+        suited the options when the source was made.
         """
         with self.errors_mapped():
             try:
@@ -214,8 +216,8 @@ class Format:
     """A format of files; `cachestream.sources.api` has all that it may use. Picklable, thread-safe.
 
     `name` begins fingerprints, `endings` are those of its files, and the ones kept of folders and wildcards.
-    `nouns` are the words for a file and a part. An instance has the options that a user chose: `identity` names
-    those in the fingerprint, but for `images`, the size of decoded images.
+    `nouns` are the words for a file and a part. An instance has the options that a user chose: `identity`
+    names those in the fingerprint, but for `images`, the size of decoded images.
     """
 
     name: ClassVar[str]
@@ -235,12 +237,16 @@ class Format:
 
     @classmethod
     def claims(cls, names: Sequence[str]) -> bool:  # noqa: ARG003
-        """Return whether a folder is of this format that has files of these names, the first two and the last."""
+        """Return whether a folder is of this format that has files of these names, the first two and the
+        last.
+        """
         return False
 
     @classmethod
     def needs_last(cls, first: str) -> bool:  # noqa: ARG003
-        """Return whether `claims` needs the last of all names, in a folder whose first file is called `first`."""
+        """Return whether `claims` needs the last of all names, in a folder whose first file is called
+        `first`.
+        """
         return False
 
     @classmethod
@@ -266,7 +272,8 @@ class Format:
 
     # A subclass that does not override `parts` reads files whole, or cut.
     def parts(self, file: File) -> Sequence[str]:
-        """Return the names of the parts of a file that are read on their own, unique in it; "" for a whole file.
+        """Return the names of the parts of a file that are read on their own, unique in it; "" for a whole
+        file.
 
         A name stays that of its part when other files come or go. No names: the file holds no samples.
         """
@@ -299,7 +306,9 @@ class Format:
 
 
 class Kept:
-    """What a process knows of files, by number: their sizes, and values in an LRU cache. Thread-safe, picklable."""
+    """The knowledge that a process has of files, by number: their sizes, and values in an LRU cache.
+    Thread-safe, picklable.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -77,8 +77,8 @@ def open_source(what: Any, **options: Any) -> Source:
 
     - A path, a URL, a wildcard or a list of these: by its ending, else by the files listed there, else a
       `FileSource`. With `window=`, or for a dict of URLs by name, an `ArraySource`. `format=` chooses by
-      name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", "cache", and "mds" and "litdata",
-      which have no ending of their own. The folder of another cache: a `CacheSource`. A name of a
+      name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", "cache", and "mds" and
+      "litdata", which have no ending of their own. The folder of another cache: a `CacheSource`. A name of a
       format, or an ending, that is not built in may come from a plug-in (`cachestream.sources.registry`).
     - A `Manifest`, or with `manifest=True` (or a dict of its options) the path or URL of one: the files that
       it lists, by the ending of the first.

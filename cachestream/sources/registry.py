@@ -1,8 +1,9 @@
-"""The formats that are there: modules of `cachestream.formats`, and those of other packages, found by entry points.
+"""The formats that are there: modules of `cachestream.formats`, and those of other packages, found by entry
+points.
 
-A module there is a format by its own name: `format="tar"`. It holds one public subclass of FilesSource, or one of
-ArrayFile, which `ArraySource` reads windows of. Entry points are looked up once in a process, for what is not built
-in; a plug-in is imported when it is used.
+A module there is a format by its own name: `format="tar"`. It holds one public subclass of FilesSource, or
+one of ArrayFile, which `ArraySource` reads windows of. Entry points are looked up once in a process, for what
+is not built in; a plug-in is imported when it is used.
 
 | group | name | object |
 |-|-|-|

@@ -123,8 +123,8 @@ class Catalogue:
     def problem(self) -> str | None:
         """The first problem of the file that SQLite finds; None if it is sound.
 
-        Raises CacheVersionError for a catalogue of a newer version, DiskFailedError for one that the disk does
-        not read.
+        Raises CacheVersionError for a catalogue of a newer version, DiskFailedError for one that the disk
+        does not read.
         """
         if file_identity(self.path) is None:
             return f"{self.path} is missing"
@@ -149,7 +149,9 @@ class Catalogue:
         return self._commits > 0
 
     def digest(self) -> str:
-        """A hash of all rows: pages that a power cut left of different times do not have that of a whole file."""
+        """A hash of all rows: pages that a power cut left of different times do not have that of a whole
+        file.
+        """
         found = xxhash.xxh3_64()
         with self.reading() as tables:
             names = tables.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")

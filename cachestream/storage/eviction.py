@@ -133,7 +133,8 @@ def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_b
 
 
 def add_what_was_left(share_bytes: int, left_bytes: int, replaced_bytes: int) -> int:
-    """The bytes to leave out if the filling has waited for an epoch: the share, and what the last one left out.
+    """The bytes to leave out if the filling has waited for an epoch: the share, and what the last one left
+    out.
 
     The shards that the previous epoch left out, `left_bytes`, come first in the order of eviction, and the
     filling will soon replace them. It has reserved `replaced_bytes` for that already. At most one share is

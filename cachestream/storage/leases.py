@@ -1,8 +1,8 @@
 """Leases: the shards that live readers need, as locked files that contain ranges of shard ids.
 
-A process that takes a snapshot makes the lease in the transaction that chooses the shards. A process that evicts
-reads the leases in the transaction that dooms the rows. So no shard is evicted after it was chosen and before it is
-leased. Whoever joins a lease, as the workers of a DataLoader do, needs no catalogue.
+A process that takes a snapshot makes the lease in the transaction that chooses the shards. A process that
+evicts reads the leases in the transaction that dooms the rows. So no shard is evicted after it was chosen and
+before it is leased. Whoever joins a lease, as the workers of a DataLoader do, needs no catalogue.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class Leases:
         self._folder = folder
 
     def create(self, ranges: IntArray) -> Lease:
-        """Lease the shards in `ranges` `[n, 2]` (first, last) for this process. Requires the catalogue's write lock."""
+        """Lease the shards in `ranges` `[n, 2]` (first, last) for this process. Requires the catalogue's
+        write lock.
+        """
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:

@@ -32,11 +32,11 @@ def signal_safe(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractConte
     """As `contextmanager`, for a generator that must end with its `with` block whatever a signal interrupts.
 
     An exception that a signal raises (Ctrl-C) within the methods of `contextmanager` leaves the generator
-    suspended while anything refers to the traceback: in a notebook, until the next error. Here only the `with`
-    block refers to the generator. It is entered in C, and an interrupt on the way to its end closes it, as it
-    closes any generator that is dropped. In the generator, `with` blocks of locks, files and SQLite's
-    connections are safe, because these also end in C; a `finally` of Python's is not. For `with` statements only:
-    an ExitStack would call methods of the class.
+    suspended while anything refers to the traceback: in a notebook, until the next error. Here only the
+    `with` block refers to the generator. It is entered in C, and an interrupt on the way to its end closes
+    it, as it closes any generator that is dropped. In the generator, `with` blocks of locks, files and
+    SQLite's connections are safe, because these also end in C; a `finally` of Python's is not. For `with`
+    statements only: an ExitStack would call methods of the class.
     """
 
     @wraps(function)

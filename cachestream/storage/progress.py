@@ -1,4 +1,5 @@
-"""The progress of a pass over the remote: the set of its positions that are done, kept as the ranges that are not.
+"""The progress of a pass over the remote: the set of its positions that are done, kept as the ranges that are
+not.
 
 The supervisor of a cache hands positions out to its sampling processes, in any order, and records what they
 finish. A unit that does not answer holds back nobody. The recorded form names what is open below the first
@@ -66,7 +67,9 @@ class PassRow:
 
 
 def parse_progress(text: str) -> tuple[tuple[OpenRange, ...], tuple[Positions, ...], tuple[Suspect, ...]]:
-    """The ranges and the suspects of `PassRow.to_json`; none for "". Raises CatalogueDamagedError for anything else."""
+    """The ranges and the suspects of `PassRow.to_json`; none for "". Raises CatalogueDamagedError for
+    anything else.
+    """
     if not text:
         return (), (), ()
     try:
@@ -164,7 +167,8 @@ class ProgressTables(Statements):
 class PositionQueue:
     """The positions of a pass: done, handed out to an owner, waiting to be handed out again, or not begun.
 
-    With `undecided` ranges, a group of caches decides which positions are made here: no others are handed out.
+    With `undecided` ranges, a group of caches decides which positions are made here: no others are handed
+    out.
     """
 
     next_position: int
@@ -175,7 +179,9 @@ class PositionQueue:
 
     @classmethod
     def of(cls, row: PassRow, *, is_shared: bool) -> PositionQueue:
-        """The progress that is recorded in `row`; where nothing `is_shared`, this cache makes all that is left."""
+        """The progress that is recorded in `row`; where nothing `is_shared`, this cache makes all that is
+        left.
+        """
         left = sorted([*row.open, *((start, 0, stop) for start, stop in row.undecided)])
         if not is_shared:
             return cls(row.next_position, row.length, left)

@@ -48,7 +48,9 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """A shard that lies under its temporary name, as its row describes it; `size_bytes`: its accounted size."""
+    """A shard that lies under its temporary name, as its row describes it; `size_bytes`: its accounted
+    size.
+    """
 
     id: int
     size_bytes: int
@@ -62,7 +64,8 @@ def write_shard(
 ) -> WrittenShard:
     """Write a shard under its temporary name.
 
-    Raises CacheFullError when the disk refuses the bytes, CacheError when it fails: then the file is to be removed.
+    Raises CacheFullError when the disk refuses the bytes, CacheError when it fails: then the file is to be
+    removed.
     """
     path = directory.temporary_shard(reserved.id)
     size_bytes = len(header) + content.data_bytes
@@ -84,7 +87,9 @@ def write_shard(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is committed with shards: the progress of the pass `row`, and samples skipped on the way."""
+    """The record that is committed with shards: the progress of the pass `row`, and samples skipped on the
+    way.
+    """
 
     row: PassRow | None = None
     failures: tuple[FailureRow, ...] = ()
@@ -171,8 +176,8 @@ class Publisher:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
 
         `only_if` is called in the transaction, with what the cache holds: nothing is published if it returns
-        False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`. Raises SchemaMismatchError when
-        the cache holds other samples.
+        False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`.
+        Raises SchemaMismatchError when the cache holds other samples.
         """
         try:
             with translated_disk_errors(self._directory.shards, "publishing"):

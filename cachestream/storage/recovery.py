@@ -128,8 +128,8 @@ def rebuild_catalogue(
 ) -> None:
     """Replace a lost or damaged catalogue by one made from the shards, unless another process has done so.
 
-    A file that passes the checks stays, unless `error` concerns contents that the checks do not read. The new file
-    is made beside the old one, and put in its place when it is whole.
+    A file that passes the checks stays, unless `error` concerns contents that the checks do not read. The new
+    file is made beside the old one, and put in its place when it is whole.
     """
     with opening_lock(directory), translated_disk_errors(directory.root, "making its catalogue"):
         found = file_identity(catalogue.path)
@@ -161,7 +161,8 @@ def rebuild_catalogue(
 def _set_aside(directory: Directory, limit_bytes: int) -> None:
     """Give a damaged catalogue another name too, unless the cache is too full to keep it.
 
-    It stays in its place until the new one takes that: whoever reads meanwhile finds a damaged file, and not none.
+    It stays in its place until the new one takes that: whoever reads meanwhile finds a damaged file, and not
+    none.
     """
     aside = os.path.join(directory.root, "catalogue.damaged")
     with translated_disk_errors(directory.catalogue, "putting it aside"):

@@ -2,8 +2,8 @@
 
 The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
 file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. Reservations of a dead process are cleared by the next one that reserves. The catalogue's write lock
-decides: under it the disk is measured and the leases are read, and a lease is made.
+process dies. Reservations of a dead process are cleared by the next one that reserves. The catalogue's write
+lock decides: under it the disk is measured and the leases are read, and a lease is made.
 """
 
 from __future__ import annotations
@@ -380,7 +380,8 @@ def _victims(
     """The shards to evict by `policy` that free `need_bytes`; all that may go if these do not.
 
     `ranking`: what a function has chosen before. Shards in the ranges `leased` stay, and those that hold only
-    held-out samples, because a validation set must not change between epochs. Unless `spare_held_out`, these go last.
+    held-out samples, because a validation set must not change between epochs. Unless `spare_held_out`, these
+    go last.
     """
     if policy == "none" or need_bytes <= 0:
         return []

@@ -1,4 +1,5 @@
-"""The settings of a cache, in `cache.json` alone: with a checksum, and written under the catalogue's write lock.
+"""The settings of a cache, in `cache.json` alone: with a checksum, and written under the catalogue's write
+lock.
 
 A copy in a second file holds where the first is lost or damaged: a limit is not to become the default one.
 """
@@ -36,8 +37,8 @@ logger = logging.getLogger("cachestream")
 class Settings:
     """The settings of a cache; `holdout` is the share of its samples that is held out.
 
-    `boot`: the run of the machine in which the cache was used last. `seal`: the digest of its catalogue when it
-    was closed last. These two are not settings, and not part of the checksum.
+    `boot`: the run of the machine in which the cache was used last. `seal`: the digest of its catalogue when
+    it was closed last. These two are not settings, and not part of the checksum.
     """
 
     cache_id: str
@@ -93,7 +94,9 @@ def read_settings(directory: Directory) -> Settings:
 
 
 def write_settings(directory: Directory, settings: Settings) -> None:
-    """Store the settings, and this run of the machine. Requires the catalogue's write lock, or the opening lock."""
+    """Store the settings, and this run of the machine. Requires the catalogue's write lock, or the opening
+    lock.
+    """
     _write(directory.settings, settings)
     with suppress(CacheError):  # an older copy is better than none
         spare = _read(directory.spare_settings)

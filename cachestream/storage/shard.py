@@ -148,7 +148,9 @@ class ShardColumns(Mapping[str, npt.NDArray[Any]]):
         return found[:, 0].copy() if field.kind == "tensor" else np.diff(found)
 
     def shapes(self, name: str) -> IntArray:
-        """The shapes of the tensors `name`, int64 `[num_samples, ndim]`. Raises ConfigError for str and bytes."""
+        """The shapes of the tensors `name`, int64 `[num_samples, ndim]`. Raises ConfigError for str and
+        bytes.
+        """
         field, shard = self._field(name), self._shard
         if field.kind != "tensor":
             raise ConfigError(f"{name!r} is {field.kind}, which has no shape")

@@ -1,12 +1,13 @@
 """The rows of shards, the counters and the schema, within one transaction on the catalogue.
 
-One row of `shards` is one file in the folder of shards, and its bytes count from the reservation until the file is gone:
+One row of `shards` is one file in the folder of shards, and its bytes count from the reservation until the
+file is gone:
 
     reserved ─publish─▶ live ─doom─▶ doomed ─forget─▶ (no row)
         └────────────────bury──────────▲
 
-A reserved row is a file that its owner may be writing; a doomed one, a file that its owner removes. What a dead owner
-leaves in either state is buried by whoever finds it.
+A reserved row is a file that its owner may be writing; a doomed one, a file that its owner removes. What a
+dead owner leaves in either state is buried by whoever finds it.
 """
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
@@ -158,9 +159,11 @@ class Tables(ProgressTables):
         spans: Sequence[Span],
         decided: Schema | None = None,
     ) -> bool:
-        """Make the shard that `owner` has reserved and written live; False if the reservation is not its own any more.
+        """Make the shard that `owner` has reserved and written live; False if the reservation is not its own
+        any more.
 
-        `fill` describes the samples; `decided` is the schema of which most of the first samples were. Raises SchemaMismatchError for other fields than the cache's.
+        `fill` describes the samples; `decided` is the schema of which most of the first samples were. Raises
+        SchemaMismatchError for other fields than the cache's.
         """
         self._admit_schema(schema, decided)
         identity = fill.get("transform")
@@ -233,7 +236,8 @@ class Tables(ProgressTables):
         return [FileRow(*row) for row in rows.fetchall()]
 
     def shards(self, policy: str = "fifo", *, used_only: bool = False) -> Generator[ShardRow, None, None]:
-        """Iterate over the live shards, or those that some epoch has used, in the order of an eviction policy.
+        """Iterate over the live shards, or those that some epoch has used, in the order of an eviction
+        policy.
 
         The first to evict comes first. SQLite sorts, so only the rows that are consumed become objects.
         """
@@ -247,7 +251,9 @@ class Tables(ProgressTables):
             yield ShardRow(*row)
 
     def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
-        """Columns of the live shards as int64 arrays `[n]`, in the order of an eviction policy; -1 for NULL."""
+        """Columns of the live shards as int64 arrays `[n]`, in the order of an eviction policy; -1 for
+        NULL.
+        """
         names = ", ".join(f"coalesce({name}, -1)" for name in columns)
         rows = self.execute(f"SELECT {names} FROM live ORDER BY {ORDERS[policy]}")
         table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
@@ -272,7 +278,8 @@ class Tables(ProgressTables):
     def samples_of_others(self, identity: str) -> int:
         """The number of samples that a transform other than `identity` has made.
 
-        Identities made by another version of Python, the part before the colon, cannot be compared: they do not count.
+        Identities made by another version of Python, the part before the colon, cannot be compared: they do
+        not count.
         """
         if not identity:
             return 0

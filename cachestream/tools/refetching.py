@@ -189,7 +189,8 @@ class _Restorer:
         return [content for content in wanted if content.hash not in found]
 
     def check_not_held(self, content: Content, maker: _Maker) -> None:
-        """Raise _NotReproducibleError if other shards of a cache that a worker filled hold some of the samples.
+        """Raise _NotReproducibleError if other shards of a cache that a worker filled hold some of the
+        samples.
 
         Raises ConfigError for a cache that was filled from another source.
         """

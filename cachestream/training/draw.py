@@ -1,7 +1,8 @@
 """Draws: the ways to choose the samples of a segment and their order, all with one protocol.
 
-`settle` makes what the ranks draw by equal on all of them, and `draw` gives the order: one that all ranks of a
-cache split. A draw runs in the preparing thread; what may use the trainer's generators runs in the trainer's.
+`settle` makes what the ranks draw by equal on all of them, and `draw` gives the order: one that all ranks of
+a cache split. A draw runs in the preparing thread; what may use the trainer's generators runs in the
+trainer's.
 """
 
 from __future__ import annotations

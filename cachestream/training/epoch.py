@@ -380,8 +380,8 @@ class Epochs:
         self._wanted_epoch = None
 
     def join_job(self) -> None:
-        """Join the job of this process if it is a new one, and have the planned epoch prepared again. An epoch
-        in progress is finished first.
+        """Join the job of this process if it is a new one, and have the planned epoch prepared again. An
+        epoch in progress is finished first.
         """
         running = self._running
         if running is None:

@@ -226,8 +226,8 @@ class Plan:
 
 
 class Listed:
-    """Sample numbers that no rule gives, `values` int64 `[n]`, and their text in states, which is made once: a
-    state in mid-epoch refers to it and to a position.
+    """Sample numbers that no rule gives, `values` int64 `[n]`, and their text in states, which is made once:
+    a state in mid-epoch refers to it and to a position.
     """
 
     __slots__ = ("_text", "values")

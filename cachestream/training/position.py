@@ -31,7 +31,8 @@ _TOGETHER_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Position:
-    """Segment `index` of `epoch`, after `done` batches of it, for which all ranks together drew `drawn` samples.
+    """Segment `index` of `epoch`, after `done` batches of it, for which all ranks together drew `drawn`
+    samples.
 
     `total`: the number of batches in the epoch, None until its first segment is agreed. `records`: the
     segment to resume, from a checkpoint, for each cache by its id. `first_step`: the number of batches in all
@@ -119,11 +120,12 @@ class Position:
 class Segment:
     """A prepared pass, with everything that this rank needs to gather its batches.
 
-    `rank`: the number of this rank's batches among the `plan.ranks` that share the order. `total`: the number of
-    batches in the epoch. `is_resumed`: it goes on with an order that was drawn before. `missing`: the number of samples that a checkpoint names and the cache no longer
-    has, or the job no cache for. `caches`: the records of the job's caches by id, each with the number of its
-    ranks; empty if all ranks share one. `transform_key`: seeds the generators of `batch_transform`. `sources`:
-    those of a mixture. `has_others`: the job has several ranks.
+    `rank`: the number of this rank's batches among the `plan.ranks` that share the order. `total`: the number
+    of batches in the epoch. `is_resumed`: it goes on with an order that was drawn before. `missing`: the
+    number of samples that a checkpoint names and the cache no longer has, or the job no cache for. `caches`:
+    the records of the job's caches by id, each with the number of its ranks; empty if all ranks share one.
+    `transform_key`: seeds the generators of `batch_transform`. `sources`: those of a mixture. `has_others`:
+    the job has several ranks.
     """
 
     position: Position

@@ -67,7 +67,8 @@ _instances = itertools.count()
 
 
 class Pace:
-    """The mean time that the trainer takes for a batch, between the last few looks at which it had taken some.
+    """The mean time that the trainer takes for a batch, between the last few looks at which it had taken
+    some.
 
     So a pause, as of a first step that compiles, is forgotten soon.
     """

@@ -84,7 +84,9 @@ class Ranks:
 
     @property
     def sharers(self) -> Group:
-        """The first rank of the group with each data rank: those that share the order of the group's samples."""
+        """The first rank of the group with each data rank: those that share the order of the group's
+        samples.
+        """
         first = {self.data_ranks[rank]: rank for rank in reversed(self.group)}
         return tuple(first[number] for number in sorted(first))
 
@@ -156,8 +158,9 @@ class StoreRanks(Ranks):
     ) -> list[str]:
         """Exchange settings and identities with all ranks; return their caches' identities, by rank.
 
-        `data_rank`: None for that of a rank whose batches are its own. Raises RankMismatchError for `settings` that
-        differ from rank 0's, and for ranks with different caches that are to get equal batches.
+        `data_rank`: None for that of a rank whose batches are its own. Raises RankMismatchError for
+        `settings` that differ from rank 0's, and for ranks with different caches that are to get equal
+        batches.
         """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
         me["data_rank"] = self.rank if data_rank is None else data_rank
@@ -377,9 +380,9 @@ def is_elastic() -> bool:
 def warn_of_kept_store() -> None:
     """Warn, on rank 0 at the first start, that ranks which torchrun starts again may hang in torch.
 
-    torchrun's agent keeps its store, and with it the addresses under which gloo and NCCL met. A rank that reads
-    such an address before the other rank has replaced it tries to connect to it, or waits to be called by it: for
-    half an hour, in `init_process_group` (pytorch/pytorch#135712).
+    torchrun's agent keeps its store, and with it the addresses under which gloo and NCCL met. A rank that
+    reads such an address before the other rank has replaced it tries to connect to it, or waits to be called
+    by it: for half an hour, in `init_process_group` (pytorch/pytorch#135712).
     """
     job = {name: os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT")}
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

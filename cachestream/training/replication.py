@@ -15,8 +15,9 @@ from cachestream.schema import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replication:
-    """`each` consecutive ranks get equal batches; or those that a device mesh puts at equal places but for some of
-    its dimensions: `numbers` `[size of the job]` tells the group of each rank, `names` the dimensions.
+    """`each` consecutive ranks get equal batches; or those that a device mesh puts at equal places but for
+    some of its dimensions: `numbers` `[size of the job]` tells the group of each rank, `names` the
+    dimensions.
     """
 
     each: int = 1
@@ -24,7 +25,9 @@ class Replication:
     names: tuple[str, ...] = ()
 
     def number_of(self, rank: int, size: int) -> int:
-        """The number of the group of `rank` in a job of `size`; raises ConfigError for another job's groups."""
+        """The number of the group of `rank` in a job of `size`; raises ConfigError for another job's
+        groups.
+        """
         if self.numbers is None:
             if size % self.each:
                 raise ConfigError(
@@ -40,7 +43,7 @@ class Replication:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be equal on all ranks; empty where every rank gets batches of its own."""
+        """The settings that must be equal on all ranks; empty where every rank gets batches of its own."""
         if self.numbers is None:
             return {"replicate": self.each} if self.each > 1 else {}
         return {"replicate": list(self.names), "mesh": self.numbers.tolist()}

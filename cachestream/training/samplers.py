@@ -95,7 +95,9 @@ def check_sampler(sampler: object) -> None:
 
 
 def may_draw_globally(sampler: SamplerLike) -> bool:
-    """Return whether `sampler` may draw from the global generators: it is a function, or not one of torch's."""
+    """Return whether `sampler` may draw from the global generators: it is a function, or not one of
+    torch's.
+    """
     if isinstance(sampler, type):
         return sampler not in _SEEDED
     return any(type(part) not in _SEEDED and not isinstance(part, _NUMBERS) for part in _nested(sampler))
@@ -103,7 +105,9 @@ def may_draw_globally(sampler: SamplerLike) -> bool:
 
 @contextmanager
 def seeded_globally(key: int) -> Iterator[None]:
-    """Seed the global generators of torch (the CPU's), numpy and Python from `key`; restore them at the end."""
+    """Seed the global generators of torch (the CPU's), numpy and Python from `key`; restore them at the
+    end.
+    """
     saved = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         torch.default_generator.manual_seed(key & (2**63 - 1))

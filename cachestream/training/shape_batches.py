@@ -1,4 +1,6 @@
-"""Batches of samples of one shape, whose field is one tensor: bucketing by shape, as for images of several sizes."""
+"""Batches of samples of one shape, whose field is one tensor: bucketing by shape, as for images of several
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ def shape_batches(
 
 
 def cut_by_group(groups: IntArray, order: IntArray, batch_size: int) -> tuple[IntArray, IntArray]:
-    """Cut the samples of `order` (int64 `[n]`) into batches of up to `batch_size` that each have one of `groups`.
+    """Cut the samples of `order` (int64 `[n]`) into batches of up to `batch_size` that each have one of
+    `groups`.
 
-    Returns the samples, int64 `[n]`, in their order within a group, and the bounds of batches, int64 `[batches + 1]`.
+    Returns the samples, int64 `[n]`, in their order within a group, and the bounds of batches, int64
+    `[batches + 1]`.
     """
     indices = order[np.argsort(groups[order], kind="stable")]
     of_group = groups[indices]

@@ -1,9 +1,9 @@
 """Tasks: runs of a few batches of a segment that are gathered together, each by one of two ways.
 
 Threads in C copy fields of one shape out of mapped shards. A Python thread would need the GIL for each batch,
-and a trainer that computes in Python may keep it for 5 ms; those in C never wait for it. All else (shards that
-must be opened first, damage, fields whose shape varies, str and bytes, keys, transforms) is done by one or two
-daemons in Python. Either way a task is submitted in microseconds, by whoever tops the window up.
+and a trainer that computes in Python may keep it for 5 ms; those in C never wait for it. All else (shards
+that must be opened first, damage, fields whose shape varies, str and bytes, keys, transforms) is done by one
+or two daemons in Python. Either way a task is submitted in microseconds, by whoever tops the window up.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Batch(NamedTuple):
 class Task:
     """Batches `first` to `stop` of a segment: those that are not delivered yet, oldest first.
 
-    `number`: that of the task in C; otherwise 0, and a thread sets `done` at the end (None: there is no batch). `error`: of the batch
-    after the last of `batches`. `arrays`: the fields, until they are sent to the device, with the batches'
-    `ends` in them.
+    `number`: that of the task in C; otherwise 0, and a thread sets `done` at the end (None: there is no
+    batch). `error`: of the batch after the last of `batches`. `arrays`: the fields, until they are sent to
+    the device, with the batches' `ends` in them.
     """
 
     reader: SegmentReader

@@ -71,7 +71,9 @@ def start_once(thread: threading.Thread) -> None:
 
 
 class Threads:
-    """Up to `most` threads called `name` that do the work given to `submit`, in its order; they are started when needed."""
+    """Up to `most` threads called `name` that do the work given to `submit`, in its order; they are started
+    when needed.
+    """
 
     def __init__(self, name: str) -> None:
         self.most = 1

@@ -226,7 +226,8 @@ class Window:
     # --- the thread that prepares
 
     def wait_due(self, ahead_s: float, step_s: float | None, timeout_s: float) -> tuple[Wanted, bool] | None:
-        """What is wanted, and whether it is due; None once closed. Waits up to `timeout_s` for that.
+        """Return the segment that is wanted, and True if it is due; None once closed. Waits up to `timeout_s`
+        for that.
 
         A segment is due when most batches before it are submitted, or last no longer than `ahead_s` at
         `step_s` each (None: not known). A later preparation has a fresher snapshot.
@@ -254,8 +255,8 @@ class Window:
             return next((reader for reader in self._readers if not reader.segment.maps.all_mapped), None)
 
     def in_trainer(self, wanted: Wanted, work: Callable[[], Result]) -> Result:
-        """Have the trainer's thread do `work`, at its next call. Raises what `work` raises, and Cancelled once
-        `wanted` is.
+        """Have the trainer's thread do `work`, at its next call. Raises what `work` raises, and Cancelled
+        once `wanted` is.
         """
         done: Future[Result] = Future()
         with self._lock:

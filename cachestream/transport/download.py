@@ -46,8 +46,8 @@ class RangeRequest:
     """One request for the bytes of a file from `start` on, sent with the first read.
 
     Its methods run where the driver's calls do, one at a time. `position` is the offset of the next byte. If
-    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`. A request that
-    `is_given_up` writes to no memory any more.
+    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`. A request
+    that `is_given_up` writes to no memory any more.
     """
 
     def __init__(self, file: RemoteObject, backend: Backend, start: int, stop: int | None) -> None:
@@ -60,7 +60,9 @@ class RangeRequest:
         self.is_done = self.is_given_up = False
 
     async def read(self, at: int, room: Room, most: int, patience_s: float) -> memoryview:
-        """Return at most `most` bytes from `at` on, in memory from `room`: fewer after `patience_s`, none at the end."""
+        """Return at most `most` bytes from `at` on, in memory from `room`: fewer after `patience_s`, none at
+        the end.
+        """
         body = self._body
         if body is None:
             self.position = at
@@ -124,7 +126,8 @@ class RangeRequest:
     async def _check_end(self, body: Body, *, ended: bool) -> None:
         """Close the request at its end.
 
-        Raises ConnectionError if the body `ended` before, and WrongAnswerError if it goes on after the file's.
+        Raises ConnectionError if the body `ended` before, and WrongAnswerError if it goes on after the
+        file's.
         """
         size, stop, position = self._file.version.size_bytes, self._stop, self.position
         end = size if stop is None or 0 <= size < stop else stop
@@ -171,8 +174,8 @@ class Download:
     An error is resumed after a pause, by a request for the bytes that are missing, if the remote is
     unavailable and has sent bytes before (`num_bytes`): at most `RESUMES` times without a whole `PIECE_BYTES`
     in between, or `MORE_RESUMES` after such a piece. A read that never began is retried by the caller, with
-    the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A wrong
-    answer is asked for again as often, whether bytes came before or not, and is final then.
+    the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A
+    wrong answer is asked for again as often, whether bytes came before or not, and is final then.
 
     Bytes from `stop` on are not requested. A piece has at most `step_bytes`; after `patience_s` an incomplete
     one is handed over. A negative offset counts from the end.

@@ -115,7 +115,9 @@ class Caller:
         return future
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Make `call` and return its result; report signs of life meanwhile. Raises TimeoutError after `timeout_s`."""
+        """Make `call` and return its result; report signs of life meanwhile. Raises TimeoutError after
+        `timeout_s`.
+        """
         future = self.submit(call)
         try:
             found: T = result_of(future, timeout_s)

@@ -136,8 +136,8 @@ def _set_timeouts(filesystem: Any) -> None:
 class Remote:
     """The filesystem of `url`, and the options to open it with. Picklable, thread-safe, fork-safe.
 
-    The option "max_object_size" (see `object_limit`) is ours, all others are the driver's. The URL and the options
-    may hold secrets: no repr, error or log shows them.
+    The option "max_object_size" (see `object_limit`) is ours, all others are the driver's. The URL and the
+    options may hold secrets: no repr, error or log shows them.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:

@@ -139,7 +139,9 @@ class RemoteObject:
     async def _fill_memory(
         self, memory: _Memory, start: int, stop: int | None, *, on_loop: bool = False
     ) -> bool:
-        """Read from `start` to `stop`; true if the file ends there. Waits for an event loop only `on_loop`."""
+        """Read from `start` to `stop`; true if the file ends there. Waits for an event loop only
+        `on_loop`.
+        """
         with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
             while not download.is_done:
                 if on_loop:  # after others had the chance to send their requests

@@ -39,7 +39,8 @@ _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</Message>")
 class _Pattern:
     """A request for an object as the client composed it; the URL is `before`, the encoded key, and `after`.
 
-    `signed` are the headers that the signature covers, with lower-case names; `query` is that of the URL, sorted.
+    `signed` are the headers that the signature covers, with lower-case names; `query` is that of the URL,
+    sorted.
     """
 
     before: str
@@ -74,7 +75,8 @@ def target_of(filesystem: Any, path: str) -> dict[str, str]:
 
 
 async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> dict[str, Any]:
-    """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag" and so on.
+    """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag"
+    and so on.
 
     `target` comes from `target_of`; `wanted` may hold Range. Awaited on the loop of `filesystem`.
     Raises the errors of s3fs.

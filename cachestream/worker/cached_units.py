@@ -161,8 +161,8 @@ _MOST_SHARE: Final = 0.05  # of the supervisor's time that these looks may take
 class KnownOrders:
     """The orders of the current pass and of passes whose shards are still cached.
 
-    What is cached is looked at once in a while: what is evicted meanwhile counts as cached until the next look,
-    and comes again in a later pass.
+    What is cached is looked at once in a while: what is evicted meanwhile counts as cached until the next
+    look, and comes again in a later pass.
     """
 
     def __init__(self, job: Job, cache: Cache) -> None:

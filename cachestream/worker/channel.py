@@ -1,8 +1,8 @@
 """Messages between the supervisor and its processes, over one socket pair for each process.
 
-A message is a pickle after its length. The supervisor's end, a `Channel`, never blocks: what a process does not
-take yet waits in memory. A process has a `SupervisorLink`, through which any of its threads asks and tells; one
-thread of its own receives.
+A message is a pickle after its length. The supervisor's end, a `Channel`, never blocks: what a process does
+not take yet waits in memory. A process has a `SupervisorLink`, through which any of its threads asks and
+tells; one thread of its own receives.
 """
 
 from __future__ import annotations

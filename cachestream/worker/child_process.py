@@ -4,8 +4,8 @@ A fork takes milliseconds and shares memory; a new Python takes up to a second o
 import the driver of the remote. The supervisor has loaded the modules that they need. It has one thread and
 runs no code of the user's, so it is safe to fork.
 
-Each process leads a session of its own, and what it has started ends with it. If the supervisor is killed, its
-processes are killed with it (PR_SET_PDEATHSIG), and a guardian ends what they had started.
+Each process leads a session of its own, and what it has started ends with it. If the supervisor is killed,
+its processes are killed with it (PR_SET_PDEATHSIG), and a guardian ends what they had started.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def wait_for_end(pid: int) -> int | None:
 
 
 class Forks:
-    """What all processes of a supervisor have in common: its selector, its guardian, the ends that it has open.
+    """The things that all processes of a supervisor have in common: its selector, its guardian, the ends that
+    it has open.
 
     `close_in_child` closes what else a forked process must not keep.
     """
@@ -275,7 +276,8 @@ class ChildProcess:
     # --- its end
 
     def reap(self) -> int | None:
-        """The exit code of a process that has ended, negative for a signal; None while it runs, or without one.
+        """The exit code of a process that has ended, negative for a signal; None while it runs, or without
+        one.
 
         What the process has started ends with it, except for processes in a session of their own.
         """

@@ -1,4 +1,4 @@
-"""What the supervisor and its processes tell each other: frozen values, which pickle."""
+"""The messages between the supervisor and its processes: frozen values, which pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cachestream.storage.tables import FailureRow
 
 @dataclass(frozen=True, slots=True)
 class FillStatus:
-    """What a sampling process has to know of the cache.
+    """The state of the cache as far as a sampling process has to know it.
 
     `holdout`: the share of the samples that is held out, None without one; `held_out_bytes`: the bytes of the
     shards that hold nothing else.
@@ -29,7 +29,9 @@ class FillStatus:
 
 @dataclass(slots=True)
 class News:
-    """The last that a sampling process has heard of the cache: its status, and its fields once they are decided."""
+    """The last that a sampling process has heard of the cache: its status, and its fields once they are
+    decided.
+    """
 
     status: FillStatus
     schema: Schema | None
@@ -73,7 +75,8 @@ class SharedPass:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A shard of another cache that was written here, to be published unless this cache has or makes its samples.
+    """A shard of another cache that was written here, to be published unless this cache has or makes its
+    samples.
 
     In the current pass, which may be another one than theirs, they are at `positions`.
     """

@@ -31,7 +31,9 @@ _PASSED_OVER: Final = 16_384  # cached units in one look: the supervisor has oth
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Units for one sampling process, of the pass `row`. `alone`: the process is to read nothing beside them."""
+    """Units for one sampling process, of the pass `row`. `alone`: the process is to read nothing beside
+    them.
+    """
 
     row: PassRow
     units: tuple[Unit, ...]

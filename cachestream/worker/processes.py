@@ -54,9 +54,9 @@ def import_path() -> tuple[str, ...]:
 def _standard_library_first(entries: tuple[str, ...]) -> list[str]:
     """The entries of an import path: the standard library, then the others in their order.
 
-    A new Python has loaded nothing yet. In the order of its parent, it would take a `types.py` of the user's for
-    the module of the standard library that the parent has loaded long ago. What the user's own code imports is
-    found in the order of the parent, see `job.load_shared`.
+    A new Python has loaded nothing yet. In the order of its parent, it would take a `types.py` of the user's
+    for the module of the standard library that the parent has loaded long ago. What the user's own code
+    imports is found in the order of the parent, see `job.load_shared`.
     """
     standard = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
 
@@ -208,7 +208,9 @@ def read_frame(stream: IO[bytes]) -> Any:
 
 
 def heed_signals(stop: threading.Event) -> None:
-    """Set `stop` at SIGTERM, and leave Ctrl-C to the supervisor; what the user's code forks handles neither so."""
+    """Set `stop` at SIGTERM, and leave Ctrl-C to the supervisor; what the user's code forks handles neither
+    so.
+    """
     faulthandler.enable()
     # SIG_IGN would outlast an exec.
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -1,4 +1,4 @@
-"""What the processes of a supervisor ask for: units, space, and the publication of what they have written."""
+"""The requests of a supervisor's processes: units, space, and the publication of what they have written."""
 
 from __future__ import annotations
 
@@ -148,7 +148,9 @@ class Requests:
 
     @staticmethod
     def answer(channel: Channel, number: int, do: Callable[[], Any]) -> None:
-        """Answer a question by the result of `do`, or by its error, which is raised too if it is of no process alone."""
+        """Answer a question by the result of `do`, or by its error, which is raised too if it is of no
+        process alone.
+        """
         try:
             channel.answer(number, do())
         except Exception as error:

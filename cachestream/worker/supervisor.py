@@ -1,9 +1,9 @@
 """The supervisor of a cache: the only process that fills it, with one thread and one loop.
 
-It forks the sampling processes, hands units out to them, reserves space, and publishes what they have written,
-with the progress of the pass. It reads no samples, runs no code of the user's, and holds no state that must
-survive. Its process (`main`) loads what its children need while the caller opens the source; then it takes the
-job, becomes the supervisor of the cache, answers, and supervises.
+It forks the sampling processes, hands units out to them, reserves space, and publishes what they have
+written, with the progress of the pass. It reads no samples, runs no code of the user's, and holds no state
+that must survive. Its process (`main`) loads what its children need while the caller opens the source; then
+it takes the job, becomes the supervisor of the cache, answers, and supervises.
 """
 
 from __future__ import annotations

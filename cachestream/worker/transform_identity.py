@@ -1,4 +1,5 @@
-"""The identity of a transform: a digest of its code, of the values bound to it, and of the user's code it calls.
+"""The identity of a transform: a digest of its code, of the values bound to it, and of the user's code it
+calls.
 
 Two transforms of one identity make the same samples, as far as can be seen: files that they read and
 environments do not count. The identity of an unchanged transform is the same in every process and run of one
@@ -195,7 +196,9 @@ class _Digester:
                 yield from (name, self.of(code))
 
     def _used(self, value: Any, path: tuple[str, ...]) -> str:
-        """The digest of what a path of attributes leads to, or of the object whose method or property it has."""
+        """The digest of what a path of attributes leads to, or of the object whose method or property it
+        has.
+        """
         is_module = isinstance(value, types.ModuleType)
         if path and is_module and not _is_users(value.__name__, _file_of(value)):
             return _joined([value.__name__, *path])

@@ -1,4 +1,5 @@
-"""The user's code that decides for a supervisor: samplers, curricula and eviction functions, in a process of their own.
+"""The user's code that decides for a supervisor: samplers, curricula and eviction functions, in a process of
+their own.
 
 The supervisor runs no code of the user's: it forks, and must not hang.
 """
@@ -115,7 +116,7 @@ def run(end: socket.socket, job: Job) -> int:
 
 
 def _chosen(job: Job, rows: Sequence[ShardRow]) -> Any:
-    """What the user's eviction function returns, as it can be sent."""
+    """Return the answer of the user's eviction function, as it can be sent."""
     answer = unpack(job.payload).eviction(rows)
     if not hasattr(answer, "__iter__"):
         raise ConfigError(

@@ -262,7 +262,9 @@ def _is_time(types: Any, kind: Any) -> bool:
 
 
 def _leaves(types: Any, kind: Any) -> Iterator[Any]:
-    """Yield the types of the values in lists, maps and structs; a struct of two members of one name itself."""
+    """Yield the types of the values in lists, maps and structs; a struct of two members of one name
+    itself.
+    """
     if _is_list(types, kind) or types.is_dictionary(kind):
         yield from _leaves(types, kind.value_type)
     elif types.is_map(kind):
@@ -305,7 +307,9 @@ def expanded_bytes(arrow: Any, batch: Any) -> int:
 
 
 def _without_views(arrow: Any, array: Any) -> Any:
-    """Return a dictionary array without views of texts or bytes: pyarrow (26) cannot measure or repeat them."""
+    """Return a dictionary array without views of texts or bytes: pyarrow (26) cannot measure or repeat
+    them.
+    """
     wide = {"string_view": arrow.large_string(), "binary_view": arrow.large_binary()}
     kind = wide.get(str(array.type.value_type))
     return (

@@ -244,8 +244,9 @@ def _decode(data: Buffer, options: ImageOptions) -> Pixels:
 def decode_index(data: Buffer, options: ImageOptions = UNCHANGED) -> npt.NDArray[Any]:
     """Decode the first frame to its values as they are stored, `[H, W]`, or `[C, H, W]` of several channels.
 
-    The numbers of a palette's colours are uint8, depth of 16 bits is uint16, of more bits int32 or float32, and
-    two levels are 0 and 1. Turned upright; resized by the nearest value, so that no new ones come; cropped.
+    The numbers of a palette's colours are uint8, depth of 16 bits is uint16, of more bits int32 or float32,
+    and two levels are 0 and 1. Turned upright; resized by the nearest value, so that no new ones come;
+    cropped.
     """
     with tracing.span("decode"), Image.open(io.BytesIO(data), formats=_formats()) as image:
         _check_pixels(image.width, image.height)
@@ -265,7 +266,9 @@ def decode_index(data: Buffer, options: ImageOptions = UNCHANGED) -> npt.NDArray
 
 
 def loss_of(head: Buffer) -> str:
-    """Return the part of an image's values that RGB of 8 bits lacks, by the file's `head`; "" if none is known."""
+    """Return the part of an image's values that RGB of 8 bits lacks, by the file's `head`; "" if none is
+    known.
+    """
     try:
         with Image.open(io.BytesIO(head), formats=_formats()) as image:
             mode = image.mode

@@ -230,8 +230,8 @@ def decode_integer(data: Buffer) -> int:
 
 
 def named_decoder(field: str, name: Any, images: ImageOptions) -> Callable[[Buffer], Any]:
-    """Return the decoder that `decoders={field: name}` asks for: "index" for an image's values as they are stored
-    (`decode_index`), "raw" for the bytes.
+    """Return the decoder that `decoders={field: name}` asks for: "index" for an image's values as they are
+    stored (`decode_index`), "raw" for the bytes.
 
     Raises ConfigError for another name.
     """

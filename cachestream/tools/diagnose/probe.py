@@ -162,7 +162,9 @@ class Probe:
                 reading.run.fetched_bytes += nbytes
 
     def _lap(self, reading: _Reading, stage: str) -> None:
-        """Count the time and the processor time, a driver's threads included, since the last lap for `stage`."""
+        """Count the time and the processor time, a driver's threads included, since the last lap for
+        `stage`.
+        """
         before, reading.since = reading.since, _now()
         with self._lock:
             reading.run.wall_s[stage] += reading.since[0] - before[0]

@@ -265,8 +265,8 @@ class FixedColumns:
         outs: tuple[int, ...],
         _keepers: object,
     ) -> None:
-        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `allocate` at `outs`, from maps
-        that are held by `_keepers`.
+        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `allocate` at `outs`, from
+        maps that are held by `_keepers`.
         """
         if memory.in_c is not None:
             non_temporal = len(rows) * self._sample_bytes >= _NON_TEMPORAL_BYTES

@@ -43,7 +43,9 @@ class Spans(NamedTuple):
 
 
 class ChangedShardError(CorruptShardError):
-    """The shard at `position` of the snapshot was sound when it was mapped, and its file has changed since."""
+    """The shard at `position` of the snapshot was sound when it was mapped, and its file has changed
+    since.
+    """
 
     def __init__(self, message: str, position: int = -1) -> None:
         super().__init__(message)
@@ -236,8 +238,8 @@ class EpochMaps:
             return values.of(self.snapshot).astype(np.int64), values.damaged
 
     def shape_groups(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
-        """A number for each sample of the snapshot, int64 `[num_samples]`, equal where the shapes of `name` are; and
-        the damaged shards (position, error), whose samples have 0.
+        """A number for each sample of the snapshot, int64 `[num_samples]`, equal where the shapes of `name`
+        are; and the damaged shards (position, error), whose samples have 0.
         """
         with self._measuring:
             key = f"{name}#shapes"
@@ -409,8 +411,8 @@ def _default_max_open() -> int:
 
 
 def _numbers_of(shapes: IntArray) -> IntArray:
-    """Return a number for each of `shapes`, int64 `[n, ndim]`: different ones have different numbers, up to three
-    dimensions below a million; beyond that it is as unlikely as for a hash that they have not.
+    """Return a number for each of `shapes`, int64 `[n, ndim]`: different ones have different numbers, up to
+    three dimensions below a million; beyond that it is as unlikely as for a hash that they have not.
     """
     numbers = np.ones(len(shapes), np.int64)
     with np.errstate(over="ignore"):

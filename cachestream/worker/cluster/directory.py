@@ -89,8 +89,8 @@ class Answer:
     """The decisions on a report.
 
     `make`: positions that the cache is to make. `done`: positions of which it holds all samples. `copies`:
-    shards that it is to copy. `is_known` is False for a cache that has to join (again). `ordinal`: the highest
-    ordinal of the passes of the group. `num_members`: the number of its caches.
+    shards that it is to copy. `is_known` is False for a cache that has to join (again). `ordinal`: the
+    highest ordinal of the passes of the group. `num_members`: the number of its caches.
     """
 
     make: tuple[Range, ...] = ()
@@ -135,8 +135,8 @@ class _Pass:
 class _Member:
     """A cache of the group as of its last report.
 
-    `making`: the blocks that it makes, each with the time since when. A block that it was given is one of them
-    until the next report, which tells whether the answer has arrived.
+    `making`: the blocks that it makes, each with the time since when. A block that it was given is one of
+    them until the next report, which tells whether the answer has arrived.
     """
 
     report: CacheReport
@@ -174,7 +174,8 @@ class _Member:
 
 
 class GroupDirectory:
-    """The directory of one group. It keeps no account of its own decisions: the reports tell what came of them.
+    """The directory of one group. It keeps no account of its own decisions: the reports tell what came of
+    them.
 
     A block that a cache lacks is copied from those that hold it. If none does, and none makes it, the cache
     may make it; that holds for blocks never made, of caches that are gone, and evicted before all had them.
@@ -310,7 +311,8 @@ class GroupDirectory:
         )
 
     def _give(self, member: _Member, new: list[int], lost: list[int], late: list[int]) -> list[int]:
-        """Give the cache as many runs of blocks as it wants: new ones, those whose samples are lost, or late ones singly.
+        """Give the cache as many runs of blocks as it wants: new ones, those whose samples are lost, or late
+        ones singly.
 
         Runs become shorter towards the end (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
         """

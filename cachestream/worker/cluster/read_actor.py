@@ -432,7 +432,9 @@ class NotSetUpError(Exception):
 
 
 class ReadActor:
-    """The actor. A call sets it up, not its constructor: the errors of a call reach the caller as they are."""
+    """The actor. A call sets it up, not its constructor: the errors of a call reach the caller as they
+    are.
+    """
 
     def __init__(self) -> None:
         self._reader: UnitsReader | None = None

@@ -333,7 +333,9 @@ class SampleChunk:
 
 
 def in_columns(chunk: SampleChunk) -> SampleChunk:
-    """Return `chunk` with its samples in a Table, if there are several of one schema that can all be stored."""
+    """Return `chunk` with its samples in a Table, if there are several of one schema that can all be
+    stored.
+    """
     if isinstance(chunk.samples, Table) or len(chunk.samples) < 2:
         return chunk
     records: list[Table] = []

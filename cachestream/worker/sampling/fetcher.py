@@ -1,6 +1,7 @@
 """Several units in flight, so that latency does not limit the speed.
 
-Each thread reads one unit at a time (fetching and decoding release the GIL); the main thread takes the samples.
+Each thread reads one unit at a time (fetching and decoding release the GIL); the main thread takes the
+samples.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ class Fetcher:
             return unit_read if unit_read is not None and unit_read.is_awaited else None
 
     def stalls(self) -> tuple[list[Stall], bool]:
-        """The stalls of units, the first unit first; and True if nothing can be delivered because of these."""
+        """The stalls of units, the first unit first; and True if nothing can be delivered because of
+        these.
+        """
         with self._lock:
             stalls = [one.stall for one in self._order if one.stall is not None and one.is_awaited]
             waits = all(
@@ -207,7 +210,9 @@ class Fetcher:
             self._arrived.notify()
 
     def next(self, timeout_s: float) -> Delivery | None:
-        """Samples or the end of the next unit, as soon as they arrive; None at the deadline, or after `wake`."""
+        """Samples or the end of the next unit, as soon as they arrive; None at the deadline, or after
+        `wake`.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while True:

@@ -136,7 +136,8 @@ class _ColumnBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Tables of the schema `given` in a shard of the cache `known`: the shard has the schema `merged` with them.
+    """Tables of the schema `given` in a shard of the cache `known`: the shard has the schema `merged` with
+    them.
 
     They are `stored` with its dtypes. `builders` and `shapes` are those of their fields and of their keys.
     """
@@ -280,7 +281,9 @@ class FirstSamples:
         self.votes = counted(self.votes, [(table.schema, len(table))])
 
     def is_due(self, now_s: float, most_bytes: int) -> bool:
-        """True if the supervisor is to hear of the votes: there are enough, or they wait, or are others by now."""
+        """True if the supervisor is to hear of the votes: there are enough, or they wait, or are others by
+        now.
+        """
         if not self.tables or self.votes is self.told:
             return False
         count = sum(each for _, each in self.votes)

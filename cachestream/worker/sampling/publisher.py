@@ -270,9 +270,11 @@ class BackgroundPublisher:
         tracing.add("publish", begun_s, ended_s)
 
     def _put(self, contents: list[ShardContent], shard: OpenShard) -> bool:
-        """Write and publish `contents` with the progress of `shard`; False if the process is to stop before that.
+        """Write and publish `contents` with the progress of `shard`; False if the process is to stop before
+        that.
 
-        A disk that is full or fails may recover: then all is tried again. Raises if there can never be enough space.
+        A disk that is full or fails may recover: then all is tried again. Raises if there can never be enough
+        space.
         """
         assert shard.row is not None
         headers = [encode_header(content) for content in contents]

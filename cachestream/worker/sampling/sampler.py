@@ -45,8 +45,8 @@ _LEFT: Final = 0.75  # of the window: with fewer units in flight, more are asked
 class Sampler:
     """Fills a cache from one process: `slot` of the board.
 
-    Units that the remote refused are held back until others come: if the remote refuses many in a row, none of
-    them is done.
+    Units that the remote refused are held back until others come: if the remote refuses many in a row, none
+    of them is done.
     """
 
     def __init__(

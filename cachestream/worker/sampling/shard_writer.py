@@ -55,8 +55,8 @@ def max_age_s(elapsed_s: float) -> float:
 class ShardWriter:
     """Packs samples into the `open` shard, and sends it for publication when it is full or old.
 
-    `row` and `plan` are those of the current pass. The first samples of an empty cache are held back until the
-    supervisor has decided on its fields, by the first samples of all processes.
+    `row` and `plan` are those of the current pass. The first samples of an empty cache are held back until
+    the supervisor has decided on its fields, by the first samples of all processes.
     """
 
     def __init__(self, job: Job, link: SupervisorLink, slot: Slot, news: News, stop: threading.Event) -> None:
