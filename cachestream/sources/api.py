@@ -30,7 +30,7 @@ from cachestream.listing.patterns import COMPRESSED_ENDINGS, absolute, extension
 from cachestream.listing.table_formats import refuse_tables
 from cachestream.sources.array_windows import BATCH_BYTES, ArrayFile, read_window
 from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
-from cachestream.sources.decode.arrow import Batch, Columns, expanded_bytes, load_arrow
+from cachestream.sources.decode.arrow_columns import Batch, Columns, expanded_bytes, load_arrow
 from cachestream.sources.decode.compression import DecompressedStream, decompressed, require_decompressor
 from cachestream.sources.decode.images import (
     Buffer,

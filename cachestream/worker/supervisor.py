@@ -62,7 +62,7 @@ from cachestream.worker.processes import (
     write_frame,
 )
 from cachestream.worker.requests import Requests
-from cachestream.worker.user_code import UnwantedError, UserCode
+from cachestream.worker.user_process import UnwantedError, UserCode
 
 _TICK_S: Final = 0.1
 _PRESSED_S: Final = 0.02  # between two looks at what may make space, while a process waits for it

@@ -13,7 +13,14 @@ import numpy as np
 from cachestream.config import check_mapping
 from cachestream.errors import ConfigError
 from cachestream.sources.base import Rows
-from cachestream.sources.decode.arrow import Batch, Columns, Unusable, Values, is_image_struct, load_arrow
+from cachestream.sources.decode.arrow_columns import (
+    Batch,
+    Columns,
+    Unusable,
+    Values,
+    is_image_struct,
+    load_arrow,
+)
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
 from cachestream.sources.decode.values import named_decoder
 from cachestream.sources.fields import check_columns
