@@ -55,9 +55,9 @@ class ArrowFormat(Format):
 
     @classmethod
     def claims(cls, names: Sequence[str]) -> bool:
-        names = [posixpath.basename(name) for name in names]
-        is_saved = any(name in _STATES for name in names)
-        return is_saved and all(name in _STATES or name.endswith(_ENDINGS) for name in names)
+        ends = posixpath.basename(names[0]), posixpath.basename(names[-1])
+        is_saved = any(name in _STATES for name in ends)
+        return is_saved and all(name in _STATES or name.endswith(_ENDINGS) for name in ends)
 
     def find(self, urls: Any, storage_options: Mapping[str, Any] | None, owner: str) -> FileList:
         return FileList(urls, storage_options, owner=owner)  # with the states of a saved data set

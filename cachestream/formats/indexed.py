@@ -268,7 +268,7 @@ class IndexedFormat(Format):
 
     @classmethod
     def claims(cls, names: Sequence[str]) -> bool:
-        bases = [posixpath.basename(name) for name in names]
+        bases = [posixpath.basename(name) for name in (*names[:2], names[-1])]
         return INDEX_NAME in bases and any(map(cls.file_names.fullmatch, bases))
 
     @classmethod

@@ -237,8 +237,9 @@ class Format:
 
     @classmethod
     def claims(cls, names: Sequence[str]) -> bool:  # noqa: ARG003
-        """Return whether a folder is of this format that has files of these names, the first two and the
-        last.
+        """Return whether a folder is of this format that has files of these names, in their order.
+
+        Asked of every folder and list: it looks at the first ones and the last, as there may be millions.
         """
         return False
 

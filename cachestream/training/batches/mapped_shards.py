@@ -72,11 +72,12 @@ class FieldAddresses:
         "shapes",
         "sizes",
         "table",
+        "value_bytes",
     )
 
     def __init__(self, field: Field, num_shards: int) -> None:
         self.field = field
-        self.item_bytes = _item_bytes(field)
+        self.item_bytes, self.value_bytes = _item_bytes(field), field.numpy_dtype.itemsize
         varies = field.shape is None
         self.table: IntArray = np.zeros((5 + field.ndim if varies else 2, num_shards), np.int64)
         self.base, self.row_bytes = self.table[:2]
@@ -126,11 +127,13 @@ class FieldAddresses:
             else:
                 begins = read_numbers(table, 1)[:, 0] * self.item_bytes
                 ends = read_numbers(table + counts[varying] * 8, 1)[:, 0] * self.item_bytes
+            sizes, left = ends - begins, self.sizes[shards] - ends
             # The file may have changed since it was verified: what is read there now becomes an address.
-            if len(wrong := np.flatnonzero((begins < 0) | (ends < begins) | (ends > self.sizes[shards]))):
+            if (begins | sizes | left).min() < 0:
+                wrong = np.flatnonzero((begins | sizes | left) < 0)
                 raise self._changed(int(shards[wrong[0]]))
             addresses[varying] = self.base[shards] + begins
-            lengths[varying] = ends - begins
+            lengths[varying] = sizes
         return Spans(addresses, lengths, varying)
 
     def shapes_of(self, shards: IntArray, rows: IntArray, varying: IntArray) -> IntArray:
@@ -143,7 +146,10 @@ class FieldAddresses:
 
     def check_shapes(self, shapes: IntArray, lengths: IntArray, shards: IntArray) -> None:
         """Raise ChangedShardError unless values of `shapes` have `lengths` bytes, for samples of `shards`."""
-        wrong = (shapes < 0).any(axis=1) | (shapes.prod(axis=1) * self.field.numpy_dtype.itemsize != lengths)
+        if self.field.ndim == 1:  # a negative one has no length
+            wrong = shapes[:, 0] * self.value_bytes != lengths
+        else:
+            wrong = (shapes < 0).any(axis=1) | (shapes.prod(axis=1) * self.value_bytes != lengths)
         if wrong.any():
             raise self._changed(int(shards[np.flatnonzero(wrong)[0]]))
 
