@@ -116,32 +116,42 @@ class FieldAddresses:
     def spans(self, shards: IntArray, rows: IntArray, counts: IntArray | None = None) -> Spans:
         """Return the spans of rows `rows` of `shards`, or of `counts` rows each, all int64 `[n]`."""
         lengths = self.row_bytes[shards]
-        addresses = self.base[shards] + rows * lengths
         varying = np.flatnonzero(lengths < 0)
+        if counts is None and len(varying) == len(shards):  # as a rule: no copies of parts
+            return Spans(*self._varying(shards, rows, None), varying)
+        addresses = self.base[shards] + rows * lengths
         if counts is not None:
             lengths *= counts
         if len(varying):
-            shards, table = shards[varying], self.offsets[shards[varying]] + rows[varying] * 8
-            if counts is None:
-                begins, ends = read_numbers(table, 2).T * self.item_bytes
-            else:
-                begins = read_numbers(table, 1)[:, 0] * self.item_bytes
-                ends = read_numbers(table + counts[varying] * 8, 1)[:, 0] * self.item_bytes
-            sizes, left = ends - begins, self.sizes[shards] - ends
-            # The file may have changed since it was verified: what is read there now becomes an address.
-            if (begins | sizes | left).min() < 0:
-                wrong = np.flatnonzero((begins | sizes | left) < 0)
-                raise self._changed(int(shards[wrong[0]]))
-            addresses[varying] = self.base[shards] + begins
-            lengths[varying] = sizes
+            some = None if counts is None else counts[varying]
+            addresses[varying], lengths[varying] = self._varying(shards[varying], rows[varying], some)
         return Spans(addresses, lengths, varying)
+
+    def _varying(
+        self, shards: IntArray, rows: IntArray, counts: IntArray | None
+    ) -> tuple[IntArray, IntArray]:
+        """As `spans`, where the samples' shapes vary."""
+        table = self.offsets[shards] + rows * 8
+        if counts is None:
+            begins, ends = read_numbers(table, 2).T * self.item_bytes
+        else:
+            begins = read_numbers(table, 1)[:, 0] * self.item_bytes
+            ends = read_numbers(table + counts * 8, 1)[:, 0] * self.item_bytes
+        lengths, left = ends - begins, self.sizes[shards] - ends
+        # The file may have changed since it was verified: what is read there now becomes an address.
+        if (begins | lengths | left).min(initial=0) < 0:
+            wrong = np.flatnonzero((begins | lengths | left) < 0)
+            raise self._changed(int(shards[wrong[0]]))
+        return self.base[shards] + begins, lengths
 
     def shapes_of(self, shards: IntArray, rows: IntArray, varying: IntArray) -> IntArray:
         """Return the shapes of tensors `rows` of `shards`, int64 `[n, ndim]`; `varying` is of their spans."""
+        ndim = self.field.ndim
+        if ndim and len(varying) == len(shards):
+            return read_numbers(self.shapes[shards] + rows * (8 * ndim), ndim)
         shapes = self.row_shapes[shards]
-        if len(varying) and self.field.ndim:
-            tables, ndim = self.shapes[shards[varying]], self.field.ndim
-            shapes[varying] = read_numbers(tables + rows[varying] * (8 * ndim), ndim)
+        if len(varying) and ndim:
+            shapes[varying] = read_numbers(self.shapes[shards[varying]] + rows[varying] * (8 * ndim), ndim)
         return shapes
 
     def check_shapes(self, shapes: IntArray, lengths: IntArray, shards: IntArray) -> None:
