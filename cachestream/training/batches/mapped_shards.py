@@ -117,7 +117,7 @@ class FieldAddresses:
         """Return the spans of rows `rows` of `shards`, or of `counts` rows each, all int64 `[n]`."""
         lengths = self.row_bytes[shards]
         varying = np.flatnonzero(lengths < 0)
-        if counts is None and len(varying) == len(shards):  # as a rule: no copies of parts
+        if counts is None and len(varying) == len(shards) > 0:  # as a rule: no copies of parts
             return Spans(*self._varying(shards, rows, None), varying)
         addresses = self.base[shards] + rows * lengths
         if counts is not None:
@@ -147,7 +147,7 @@ class FieldAddresses:
     def shapes_of(self, shards: IntArray, rows: IntArray, varying: IntArray) -> IntArray:
         """Return the shapes of tensors `rows` of `shards`, int64 `[n, ndim]`; `varying` is of their spans."""
         ndim = self.field.ndim
-        if ndim and len(varying) == len(shards):
+        if ndim and len(varying) == len(shards) > 0:
             return read_numbers(self.shapes[shards] + rows * (8 * ndim), ndim)
         shapes = self.row_shapes[shards]
         if len(varying) and ndim:
