@@ -70,11 +70,13 @@ class DecodeImages:
         number, data = numbered
         decoder = partial(decode_image, options=self._options)
         try:
-            return decode_with(decoder, data, "image", f"field '{self._field}', sample {number} of the batch")
+            where = f"field '{self._field}', sample {number} of the batch"
+            pixels: np.ndarray[Any, Any] = decode_with(decoder, data, "image", where)
         except SampleError as error:
             raise SampleError(
                 f"{error}; a transform= that decodes it finds such samples before they are cached"
             ) from error
+        return pixels
 
     def _delivered(self, images: list[np.ndarray[Any, Any]]) -> torch.Tensor | list[torch.Tensor]:
         if len({image.shape for image in images}) == 1:

@@ -159,7 +159,7 @@ def test_decoders_of_the_user_come_first_the_longest_extension_before_all(tmp_pa
     assert source.fingerprint != TarSource(tmp_path).fingerprint
     for wrong in ({"": bytes}, {"txt": "utf-8"}):
         with pytest.raises(ConfigError, match="give functions of bytes by extension"):
-            TarSource(tmp_path, decoders=wrong)  # type: ignore[arg-type]
+            TarSource(tmp_path, decoders=wrong)
 
 
 def test_members_that_gzip_has_packed_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
