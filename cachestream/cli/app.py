@@ -483,7 +483,7 @@ def plan(
         turnover=turnover,
         min_samples=min_samples,
     )
-    planned = planning.Planned.of(setup, diagnosed.stages, price_per_gb)
+    planned = planning.Plan.of(setup, diagnosed.stages, price_per_gb)
     display.show(planned, as_json=json)
     if output is not None:
         plot_forecast(planned.forecast, output, redact(source))

@@ -373,7 +373,7 @@ def setup_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Plan:
     """The forecast of a run, advice, and the `price` of what is fetched, if it was asked for."""
 
     forecast: Forecast
@@ -381,7 +381,7 @@ class Planned:
     price: float | None
 
     @classmethod
-    def of(cls, setup: Setup, stages: Stages | None = None, price_per_gb: float | None = None) -> Planned:
+    def of(cls, setup: Setup, stages: Stages | None = None, price_per_gb: float | None = None) -> Plan:
         forecast = simulate(setup)
         price = None if price_per_gb is None else forecast.fetched_bytes / 1e9 * price_per_gb
         return cls(forecast, tuple(_advice(forecast, stages)), price)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.storage.reservations import HEADROOM_BYTES
-from cachestream.tools.forecast import Planned, Setup, simulate
+from cachestream.tools.forecast import Plan, Setup, simulate
 
 SETUP = Setup(
     num_samples=4000,
@@ -116,13 +116,13 @@ def test_a_run_of_more_epochs_than_are_simulated_has_the_same_forecast(
 
 @pytest.mark.e2e
 def test_advice_and_price_come_with_the_forecast() -> None:
-    planned = Planned.of(SETUP, price_per_gb=0.1)
+    planned = Plan.of(SETUP, price_per_gb=0.1)
     assert "size_limit=" in planned.advice[0]
     assert planned.price == pytest.approx(planned.forecast.fetched_bytes / 1e10)
     assert max(map(len, str(planned).splitlines())) <= 80
     values = json.loads(json.dumps(planned.to_dict()))
     assert values["forecast"]["full_s"] == planned.forecast.full_s
-    assert not Planned.of(replace(SETUP, size_limit=200_000_000)).advice
+    assert not Plan.of(replace(SETUP, size_limit=200_000_000)).advice
 
 
 @pytest.mark.parametrize(
