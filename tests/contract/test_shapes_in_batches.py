@@ -92,6 +92,17 @@ def test_a_state_goes_on_with_the_batches_that_are_left(path: Path) -> None:
                 assert [check(batch, 4) for batch in loader] == whole[step:]
 
 
+def test_batches_that_were_drawn_otherwise_are_refused_and_not_filled_with_zeros(path: Path) -> None:
+    with cs.Cache(path) as cache:
+        with cs.EpochLoader(cache, 4) as plain:
+            next(iter(plain))
+            state = plain.state_dict()
+        with cs.EpochLoader(cache, 4, group_by="image") as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(cs.ConfigError, match=r"several shapes; give the state .* without group_by="):
+                list(loader)
+
+
 def epoch(path: Path) -> tuple[int, list[list[int]]]:
     with (
         cs.Cache(path) as cache,

@@ -349,8 +349,13 @@ class Gatherer:
         if field.shape is not None:
             tensor: torch.Tensor = fixed[field.name]
             return tensor
-        padded = gather_varying(self.maps.fields[field.name], "padded", shards, rows, self._pool)
-        return padded.values  # type: ignore[no-any-return]
+        values = _Values(self.maps.fields[field.name], shards, rows, self._pool)
+        if (values.shapes != values.shapes[0]).any():
+            raise ConfigError(
+                f"group_by={field.name!r}: a batch that was drawn without it has samples of several shapes; give the state "
+                "or the manifest to a loader without group_by="
+            )
+        return _gather_padded(field, values).values
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """Return the keys of samples `rows` of `shards`."""
