@@ -26,8 +26,8 @@ def decode_images(
 ) -> Callable[[Any], Any]:
     """Return a `batch_transform` that decodes the images of a batch, in threads, one for each core.
 
-    The bytes of a JPEG are a third to a tenth of its pixels, so a cache that keeps them
-    (`open_source(decoders={"image": "raw"})`) holds that many times the samples, and each epoch decodes anew.
+    The bytes of a JPEG are fewer than those of its pixels, so a cache that keeps them
+    (`open_source(decoders={"image": "raw"})`) holds more samples, and each epoch decodes them anew.
 
     Args:
         size: the shorter side, or (height, width), as `ImageOptions.resize`. None: as in the file.

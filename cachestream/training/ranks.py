@@ -180,8 +180,9 @@ class StoreRanks(Ranks):
         caches = [str(hello["cache"]) for hello in hellos]
         self.group = tuple(r for r, cache in enumerate(caches) if cache == cache_id)
         self.data_ranks = [int(hello["data_rank"]) for hello in hellos]
+        firsts: dict[int, int] = {}
         for r, number in enumerate(self.data_ranks):
-            first = self.data_ranks.index(number)
+            first = firsts.setdefault(number, r)
             if caches[r] != caches[first]:
                 raise RankMismatchError(
                     f"{self._names[r]} and {self._names[first]} are to get equal batches (replicate=), and have caches of "
