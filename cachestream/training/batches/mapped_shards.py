@@ -175,8 +175,8 @@ class EpochMaps:
     """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
 
     `verified` has the ids of the shards that this process has verified, `picked` the rows of the snapshot's
-    split in shards with samples of both splits, and `lengths` the lengths of fields: all three are shared
-    with later epochs. At most `max_open` shards are mapped at a time (the kernel limits the maps of a
+    split in shards with samples of both splits, and `lengths` the lengths of fields, and numbers that stand
+    for their shapes: all three are shared with later epochs. At most `max_open` shards are mapped at a time (the kernel limits the maps of a
     process). `keepers` has a reference to each map: who holds this array may use the addresses, also after
     all maps were dropped.
     """
