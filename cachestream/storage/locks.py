@@ -148,10 +148,14 @@ class HeldFile:
             _held.discard(self)
 
     def write(self, data: bytes) -> None:
-        """Replace the file's content. Raises CacheFullError when the disk refuses it."""
+        """Replace the file's content. Raises CacheFullError when the disk refuses it.
+
+        Whoever reads meanwhile finds all of `data`, perhaps with the end of longer content after it, and no
+        empty file: another thread may run between two calls of the system.
+        """
         try:
-            os.ftruncate(self._fd, 0)
             written = os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, written)
         except OSError as error:
             raise disk_error(self.path, error) from error
         if written != len(data):

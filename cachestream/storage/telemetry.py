@@ -223,6 +223,8 @@ class Board:
 
 EPOCHS_REPORTED: Final = 64
 _LOADER_PREFIX: Final = "loader-"
+_JSON: Final = json.JSONDecoder()
+_MOST_READS, _READ_AGAIN_S = 20, 0.001  # of a report that is being written
 
 
 class SourceStats(NamedTuple):
@@ -340,17 +342,27 @@ def forget_dead_loaders(directory: Directory) -> None:
         remove_unheld(path)
 
 
-def read_loaders(directory: Directory) -> list[LoaderReport]:
-    """The reports of all loaders that live, by rank. One that is being written is left out."""
-    found = []
-    for path in _loader_files(directory):
+def _read_report(path: str) -> LoaderReport | None:
+    """The report at `path`; None if its loader is gone, or has never written one whole.
+
+    A read beside a write may find a part of the next report: then it is read once more.
+    """
+    for _ in range(_MOST_READS):
         with suppress(OSError, ValueError, TypeError, KeyError):
             with open(path, encoding="utf-8", opener=open_private) as file:
-                numbers = json.loads(file.read())
+                numbers, _end = _JSON.raw_decode(file.read())  # what follows is of an earlier, longer report
             epochs = tuple((number, samples, began_s) for number, samples, began_s in numbers.pop("epochs"))
             mixture = {name: SourceStats(*row) for name, row in numbers.pop("mixture", {}).items()}
-            if is_held(path):
-                found.append(LoaderReport(**numbers, epochs=epochs, mixture=mixture))
+            return LoaderReport(**numbers, epochs=epochs, mixture=mixture) if is_held(path) else None
+        if not is_held(path):
+            return None
+        time.sleep(_READ_AGAIN_S)
+    return None
+
+
+def read_loaders(directory: Directory) -> list[LoaderReport]:
+    """The reports of all loaders that live, by rank. One that was never written whole is left out."""
+    found = [report for path in _loader_files(directory) if (report := _read_report(path)) is not None]
     return sorted(found, key=lambda report: (report.rank, report.pid))
 
 

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,26 @@ def test_a_report_is_read_as_it_was_written_until_its_loader_is_closed(cache: Ca
     file.close()
     file.write(REPORT)
     assert (read_loaders(cache.directory), files(cache)) == ([], [])
+
+
+def test_a_report_is_there_while_the_next_one_is_written(cache: Cache) -> None:
+    """Longer and shorter ones in turns, by another thread, which may be interrupted between any two calls."""
+    file, short, ended = LoaderFile(cache.directory), replace(REPORT, epochs=()), threading.Event()
+    file.write(REPORT)
+
+    def write() -> None:
+        while not ended.is_set():
+            file.write(short)
+            file.write(REPORT)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found = [read_loaders(cache.directory) for _ in range(500)]
+    finally:
+        ended.set()
+        writer.join()
+    assert all(one in ([REPORT], [short]) for one in found)
 
 
 def test_a_loader_that_is_dropped_takes_its_report_along(cache: Cache) -> None:
