@@ -192,7 +192,7 @@ class Preparer:
         if self._found is None:
             options, cache_id = self._options, self._cache.cache_id
             timeout_s = options.timeout_s
-            deadlines = Deadlines(0.9 * timeout_s, min(_RANKS_DEADLINE_S, 0.5 * timeout_s))
+            deadlines = Deadlines(_shorter(timeout_s), min(_RANKS_DEADLINE_S, 0.5 * timeout_s))
             common = options.to_compare()
             self._found = find_ranks(
                 self.instance,
@@ -320,7 +320,7 @@ class Preparer:
 
         options, whole = self._options, self._options.batch_size * num_ranks
         least = options.min_samples or (whole if options.drop_last else num_ranks)
-        give_up_s = 0.9 * options.timeout_s  # before the trainer's own timeout, because this error says more
+        give_up_s = _shorter(options.timeout_s)
         wait_for_samples(
             self._cache, options.min_samples or whole, give_up_s, least, options.split, pause, options.view
         )
@@ -432,3 +432,8 @@ class Preparer:
             missing += rebuild(records[mine])[0].size
             missing -= segment.order.size if segment.is_resumed else 0
         return missing
+
+
+def _shorter(timeout_s: float) -> float:
+    """A deadline before the trainer's own `timeout_s`, because the error of the preparation says more."""
+    return min(0.9 * timeout_s, max(0.5 * timeout_s, timeout_s - 1.0))

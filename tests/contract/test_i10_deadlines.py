@@ -88,7 +88,7 @@ def test_samples_that_do_not_come_are_an_error_at_the_deadline(
 ) -> None:
     with (
         cs.Cache(tmp_path / "empty", "4MB", min_free=0) as cache,
-        cs.EpochLoader(cache, 4, timeout_s=0.2) as loader,
+        cs.EpochLoader(cache, 4, timeout_s=1.0) as loader,
     ):
         with pytest.raises(cs.NotEnoughSamplesError, match="holds 0 samples") as caught:
             wait(loader)

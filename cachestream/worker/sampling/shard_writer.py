@@ -141,14 +141,23 @@ class ShardWriter:
             self._link.tell("votes", first.votes)
         return not first.tables
 
+    def _wait_for_schema(self) -> None:
+        """Wait until the schema of the cache is decided, if as many samples as fill a shard wait for that."""
+        # They lie in one shard, and the process holds no more than that in memory.
+        full_bytes = self._target_bytes(_RAMP_SHARDS)
+        while not self._decide() and self._first is not None and self._first.nbytes >= full_bytes:
+            self._slot["beat_s"] = time.monotonic()
+            if self._stop.wait(HELD_BACK_S):
+                return
+
     def make_room(self) -> int:
         """Begin a new shard if the open one is full.
 
         Returns the number of further bytes that it takes, above 0.
         """
         # Called before a sample and not after it: the end of a unit lies in the shard of its last sample.
+        self._wait_for_schema()
         target_bytes = self._target_bytes()
-        self._decide()
         if self.open.size_bytes >= target_bytes:
             self.flush()
             target_bytes = self._target_bytes()
