@@ -90,7 +90,10 @@ def test_the_readme_is_short_and_shows_its_picture_and_commands_early() -> None:
 
 
 def test_the_readme_and_the_first_page_of_the_site_show_the_same_program() -> None:
-    pages = [(folder / name).read_text(encoding="utf-8") for folder, name in ((ROOT, "README.md"), (DOCS, "index.md"))]
+    pages = [
+        (folder / name).read_text(encoding="utf-8")
+        for folder, name in ((ROOT, "README.md"), (DOCS, "index.md"))
+    ]
     first, second = (re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for page in pages)
     assert first == second
 
