@@ -48,15 +48,19 @@ def render(folder: Path = RESULTS) -> str:
 
 
 def _sittings(records: Mapping[str, Record | None]) -> Iterator[str]:
-    """The machines, dates and versions, each with its benchmarks; one line if all were measured together."""
-    sittings: dict[str, list[str]] = {}
+    """The machines, each with its dates and commits, and the benchmarks of these."""
+    machines: dict[str, dict[str, list[str]]] = {}
     for name, record in records.items():
         if record is not None:
             commit = f" ({record.commit})" if record.commit else ""
-            sitting = f"{record.date}, cachestream {record.version}{commit}, on {record.machine}"
-            sittings.setdefault(sitting, []).append(name)
-    if sittings:
-        yield "\n".join(f"- {sitting}: {', '.join(names)}." for sitting, names in sittings.items())
+            sitting = f"{record.date}, cachestream {record.version}{commit}"
+            machines.setdefault(record.machine, {}).setdefault(sitting, []).append(name)
+    if machines:
+        yield "\n".join(
+            f"- On {machine}. "
+            + " ".join(f"{sitting}: {', '.join(names)}." for sitting, names in sittings.items())
+            for machine, sittings in machines.items()
+        )
 
 
 def _benchmark(name: str, benchmark: Benchmark, record: Record | None) -> Iterator[str]:
