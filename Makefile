@@ -53,7 +53,7 @@ docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:80
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
 	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 $(PYTEST_ARGS)
 
-# What is dear: docs/decisions/0047 and 0053.
+# What is dear: docs/decisions/0020.
 e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, which CI runs after `make test`
 	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 -m "e2e and not slow" $(PYTEST_ARGS) \
 	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)

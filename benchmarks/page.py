@@ -13,7 +13,7 @@ from benchmarks.record import RESULTS, ROOT, Record, load
 from benchmarks.registry import BENCHMARKS, TURNS, Benchmark, Figure
 from benchmarks.scale_out import report
 
-__all__ = ["PAGE", "matrix", "render"]
+__all__ = ["PAGE", "SECTIONS", "matrix", "render"]
 
 PAGE: Final = ROOT / "benchmarks" / "RESULTS.md"
 HEAD: Final = """\
@@ -22,33 +22,49 @@ HEAD: Final = """\
 Made by `make results` from the records in [results/](results), which `make bench`, `make bench-peers` and `make bench-accuracy`
 write. Each round runs in a process of its own. Figures are the medians of the rounds; the spread is their least and their most.
 Every figure of the records is here: those that have no words of their own stand under the names that the benchmark gives them.
-They hold for the machine that is named: neither absolutes nor ratios carry over to another one unchanged."""
+They hold for the machine and the commit that are named, and are not all of one: neither absolutes nor ratios carry over unchanged."""
+
+# The sections of the page, and the benchmarks of each.
+SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Beside other loaders": ("accuracy", "peers"),
+    "Batches from a cache": ("warm", "small", "ranks", "interpreter", "accelerator"),
+    "What is in a batch": ("packing", "photographs", "ragged", "select", "mixture", "plugins"),
+    "Large caches": ("scale", "beyond", "locality"),
+    "Filling a cache": ("cold", "fill", "remote", "listing", "sources", "diversity", "trace", "trace_tiny"),
+    "What is fetched, and what is trained on": ("waste", "small_cache", "importance", "wrong_labels", "plan"),
+    "Many nodes": ("cluster", "scale_out"),
+}
 
 
 def render(folder: Path = RESULTS) -> str:
     """The page."""
     records = {name: load(name, folder) for name in BENCHMARKS}
     parts = [HEAD, *_sittings(records)]
-    for name, benchmark in BENCHMARKS.items():
-        parts.append("\n".join(_section(name, benchmark, records[name])))
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}")
+        parts += ["\n".join(_benchmark(name, BENCHMARKS[name], records[name])) for name in names]
     parts.append("\n".join(_turns(folder / f"{TURNS}.json")))
     return "\n\n".join(parts) + "\n"
 
 
 def _sittings(records: Mapping[str, Record | None]) -> Iterator[str]:
-    """The machines, dates and versions, each with its benchmarks; one line if all were measured together."""
-    sittings: dict[str, list[str]] = {}
+    """The machines, each with its dates and commits, and the benchmarks of these."""
+    machines: dict[str, dict[str, list[str]]] = {}
     for name, record in records.items():
         if record is not None:
             commit = f" ({record.commit})" if record.commit else ""
-            sitting = f"{record.date}, cachestream {record.version}{commit}, on {record.machine}"
-            sittings.setdefault(sitting, []).append(name)
-    if sittings:
-        yield "\n".join(f"- {sitting}: {', '.join(names)}." for sitting, names in sittings.items())
+            sitting = f"{record.date}, cachestream {record.version}{commit}"
+            machines.setdefault(record.machine, {}).setdefault(sitting, []).append(name)
+    if machines:
+        yield "\n".join(
+            f"- On {machine}. "
+            + " ".join(f"{sitting}: {', '.join(names)}." for sitting, names in sittings.items())
+            for machine, sittings in machines.items()
+        )
 
 
-def _section(name: str, benchmark: Benchmark, record: Record | None) -> Iterator[str]:
-    yield f"## {benchmark.title}"
+def _benchmark(name: str, benchmark: Benchmark, record: Record | None) -> Iterator[str]:
+    yield f"### {benchmark.title}\n"
     if record is None:
         yield f"Not yet measured on this version: `{benchmark.shown_command(name)}`. {benchmark.what}"
         return

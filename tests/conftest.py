@@ -64,7 +64,7 @@ LONGEST: Final = (
     "test_secrets.py",
 )
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-MAX_RERUNS: Final = 3  # docs/decisions/0015
+MAX_RERUNS: Final = 3  # docs/decisions/0020
 
 
 @pytest.hookimpl(trylast=True)  # after they were put in random order

@@ -43,7 +43,7 @@ ONLY: Final[dict[str, tuple[str, ...]]] = {
         ("accelerate", "lightning", "pytorch_lightning", "ray", "transformers"), ("integrations",)
     ),
 }
-# `Cache.snapshot` returns a class of a layer above: see docs/decisions/0002.
+# `Cache.snapshot` returns a class of a layer above: see docs/decisions/0019.
 TYPES_FROM_ABOVE: Final = {("storage.cache", "training")}
 MAY_IMPORT_THE_PACKAGE: Final = ("storage.cache", "sources.open", "cli", "demo", "tools", "integrations")
 

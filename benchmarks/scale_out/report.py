@@ -35,7 +35,7 @@ SETUP: Final = Setup(
 )
 PLOT: Final = Path(__file__).parents[2] / "docs" / "scale-out.png"
 FAILURES_PLOT: Final = PLOT.with_name("scale-out-failures.png")
-GUIDE: Final = PLOT.parent / "guide" / "scale_out.md"
+GUIDE: Final = PLOT.parent / "guide" / "nodes.md"
 TABLE: Final = re.compile(r"(?<=<!-- by make results -->\n).*?(?=\n\n)", re.DOTALL)
 _ROWS: Final = {
     "the caches are full after": ("full, median (s)", "s"),

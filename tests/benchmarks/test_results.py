@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import record
-from benchmarks.page import PAGE, render
+from benchmarks.page import PAGE, SECTIONS, render
 from benchmarks.record import RESULTS, load
 from benchmarks.registry import BENCHMARKS, TURNS
 
@@ -24,6 +24,11 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_is_what_the_records_make() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(), "run: make results"
+
+
+def test_the_page_has_few_sections_and_each_benchmark_is_in_one() -> None:
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(BENCHMARKS)
+    assert PAGE.read_text(encoding="utf-8").count("\n## ") <= 8
 
 
 def test_every_record_belongs_to_a_benchmark_that_exists() -> None:

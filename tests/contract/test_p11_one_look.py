@@ -393,7 +393,7 @@ def test_the_metrics_of_workers_and_loaders_are_those_of_the_guide_and_of_the_gr
     situations: Situations,
 ) -> None:
     docs = Path(__file__).parents[2] / "docs"
-    guide = (docs / "guide" / "dashboard.md").read_text(encoding="utf-8")
+    guide = (docs / "reference" / "integrations.md").read_text(encoding="utf-8")
     board = (docs / "assets" / "grafana.json").read_text(encoding="utf-8")
     served = set(re.findall(r"^(cachestream_\w+)\{", situations.metrics, re.MULTILINE))
     assert served == set(re.findall(r"^\| `(cachestream_\w+)", guide, re.MULTILINE))

@@ -60,7 +60,7 @@ COMMANDS: Final = [
     ),
     *(
         line.split()
-        for line in re.findall(r"`(cachestream [^`]+ [^`]+)`", (COOKBOOK / "slurm.md").read_text("utf-8"))
+        for line in re.findall(r"`(cachestream [^`]+ [^`]+)`", (COOKBOOK / "jobs.md").read_text("utf-8"))
     ),
 ]
 
@@ -99,8 +99,8 @@ def test_what_a_container_mounts_is_a_volume_of_its_pod(manifest: Any) -> None:
     ("page", "example"),
     [
         ("lightning.md", "lightning_ddp"),
-        ("accelerate.md", "accelerate_loop"),
-        ("hf-trainer.md", "hf_trainer"),
+        ("huggingface.md", "accelerate_loop"),
+        ("huggingface.md", "hf_trainer"),
         ("torchtitan.md", "torchtitan_tokens"),
         ("ray.md", "ray_train"),
         ("ray.md", "mp_spawn"),
@@ -141,7 +141,7 @@ def test_the_script_for_slurm_goes_back_into_the_queue_and_on_from_its_checkpoin
     images: Path, tmp_path: Path
 ) -> None:
     """`srun` and `scontrol` are stand-ins; the signal goes to all processes of the step, the workers too."""
-    (script,) = blocks("slurm.md", "bash")
+    (script,) = blocks("jobs.md", "bash")
     (tmp_path / "job.sh").write_text(script, encoding="utf-8")
     for name, text in (
         ("srun", SRUN),

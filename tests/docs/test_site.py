@@ -16,7 +16,10 @@ ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 GUIDE: Final = sorted(DOCS.glob("guide/**/*.md"))
 LONGEST_PAGE: Final = 200
-LONGEST_README: Final = 120
+LONGEST_README: Final = 83
+MOST_PAGES: Final = {"guide": 14, "cookbook": 10, "decisions": 21}  # the decisions and their list
+LONGEST_DECISION: Final = 60
+LONGEST_CHANGELOG: Final = 60
 
 
 def page_id(page: Path) -> str:
@@ -67,12 +70,32 @@ def test_a_page_of_the_guide_is_short_and_begins_with_its_use(page: Path) -> Non
     assert lines[2].startswith("After this page ")
 
 
+@pytest.mark.parametrize("folder", MOST_PAGES)
+def test_there_are_no_more_pages_than_somebody_reads(folder: str) -> None:
+    assert len(list(DOCS.glob(f"{folder}/**/*.md"))) <= MOST_PAGES[folder]
+
+
+def test_a_decision_takes_a_page_and_the_changelog_too() -> None:
+    for page in DOCS.glob("decisions/[0-9]*.md"):
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= LONGEST_DECISION, page.name
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= LONGEST_CHANGELOG
+
+
 def test_the_readme_is_short_and_shows_its_picture_and_commands_early() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) < LONGEST_README
     (picture,) = [number for number, line in enumerate(lines) if line.startswith("![")]
     assert picture < len(lines) / 2
     assert {"make demo", "make test"} <= {line.partition(" #")[0].strip() for line in lines[:8]}
+
+
+def test_the_readme_and_the_first_page_of_the_site_show_the_same_program() -> None:
+    pages = [
+        (folder / name).read_text(encoding="utf-8")
+        for folder, name in ((ROOT, "README.md"), (DOCS, "index.md"))
+    ]
+    first, second = (re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for page in pages)
+    assert first == second
 
 
 def test_the_list_for_language_models_names_every_page_and_no_other() -> None:
@@ -95,11 +118,11 @@ def test_the_citation_names_the_version() -> None:
     [
         ("guide/cache.md", "[a](epochs.md#ddp)", "[a](epochs.md#ddp)"),
         ("guide/cache.md", "[a](../../benchmarks/RESULTS.md#b)", "[a](../results.md#b)"),
-        ("guide/sources/files.md", "[a](../../../examples/windows.py)", "[a](../../examples/windows.md)"),
+        ("guide/files.md", "[a](../../examples/windows.py)", "[a](../examples/windows.md)"),
         ("examples/index.md", "[a](photographs.ipynb)", "[a](photographs.md)"),
         ("results.md", "![a](../docs/waste.png)", "![a](waste.png)"),
         ("results.md", "[records](results)", "records"),
-        ("examples/index.md", "[a](../docs/guide/peers.md)", "[a](../guide/peers.md)"),
+        ("examples/index.md", "[a](../docs/guide/shards.md)", "[a](../guide/shards.md)"),
         ("index.md", "[a](https://example.org/x)", "[a](https://example.org/x)"),
         ("index.md", "```\n[a](nowhere.md)\n```", "```\n[a](nowhere.md)\n```"),
     ],

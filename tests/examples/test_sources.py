@@ -69,5 +69,5 @@ def test_the_example_of_a_cache_as_a_source_fills_the_second_host_from_the_first
 def test_an_example_of_a_source_fits_on_a_page_and_is_named_where_it_is_looked_for(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 90
     assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    pages = ROOT.glob("docs/guide/sources/*.md")
+    pages = [*ROOT.glob("docs/guide/*.md"), *ROOT.glob("docs/cookbook/*.md")]
     assert any(f"/examples/{name}.py)" in page.read_text(encoding="utf-8") for page in pages)
