@@ -237,8 +237,8 @@ def _retire(
     counts = cached.counts[np.searchsorted(cached.ids, ids)]
     order = np.lexsort([is_live, leased.holders(ids, request.own_leases)])
     kept_samples = int(cached.counts.sum() - counts.sum())
-    columns = (column[order] for column in (ids, sizes, uses, counts))
-    retiring = choose_retiring(*columns, need_bytes, request.min_samples, kept_samples)
+    ids, sizes, uses, counts = (column[order] for column in (ids, sizes, uses, counts))
+    retiring = choose_retiring(ids, sizes, uses, counts, need_bytes, request.min_samples, kept_samples)
     tables.keep_retiring()
     tables.retire(retiring.tolist())
     return retiring
