@@ -406,7 +406,6 @@ class Cache:
             with translated_disk_errors(self.path, "clearing it"):
                 for name in os.listdir(directory.quarantine):
                     remove_if_there(os.path.join(directory.quarantine, name))
-                remove_if_there(os.path.join(self.path, "catalogue.damaged"))
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again.
