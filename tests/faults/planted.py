@@ -93,7 +93,7 @@ FAULTS: Final = (
           expression("choose_victims", "row.size_bytes"), becomes("row.num_samples"),
           "test_cache.py::test_a_policy_evicts_first_what_it_says_and_no_more_than_is_needed"),
     Fault("what eviction frees is gone from the disk",
-          statement("Reservations._unlink", "_remove_files"), left_out,
+          statement("Reservations._unlink", "remove_if_there"), left_out,
           "test_p04_limit.py::test_evict_and_clear_free_what_they_say"),
     Fault("what no epoch has used is not evicted",
           call("Reservations.reserve", "_victims"), argument("used_only", "False"),

@@ -238,7 +238,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
             filled.recover()
         else:
             with filled.catalogue.transaction() as tables:
-                assert tables.bury(tables.unfinished(), "another") == [5]
+                assert tables.bury((row.id, row.owner) for row in tables.unfinished()) == [5]
 
     with monkeypatch.context() as patch:
         patch.setattr(publish_module, "move", clear)
