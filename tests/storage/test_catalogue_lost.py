@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import time
 from collections.abc import Callable
@@ -317,21 +316,6 @@ def test_a_shard_of_an_unknown_origin_is_adopted_and_one_that_is_broken_put_asid
         assert tables.meta("source") == "s"
         assert tables.meta("quarantined") == 1
     assert sorted(os.listdir(shards)) == [f"{i:012d}.safetensors" for i in (1, 3, 4, 5, 6)]
-    assert_sound(filled)
-
-
-def test_a_file_that_repair_removes_under_an_older_copy_of_the_catalogue_is_nobody_else_s_by_then(
-    filled: Cache, fast_path: Path
-) -> None:
-    """A worker that publishes meanwhile gets another id."""
-    filled.close()
-    shutil.copy(filled.catalogue.path, fast_path / "older")
-    assert publish(filled, content(12)) == 5
-    filled.close()
-    shutil.copy(fast_path / "older", filled.catalogue.path)
-    report = filled.verify(repair=True)
-    assert [Path(path).name for path in report.orphans] == ["000000000005.safetensors"]
-    assert publish(filled, content(15)) == 6
     assert_sound(filled)
 
 
