@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
-from cachestream.linux import boot_id, kind_of, move, other_owner, remove
+from cachestream.linux import boot_id, kind_of, move, other_owner
 from cachestream.schema import Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
@@ -24,7 +24,6 @@ from cachestream.storage.layout import (
     accounted_bytes,
     bytes_below,
     move_aside,
-    overhead_bytes,
     remove_if_there,
     size_of_file,
 )
@@ -55,10 +54,7 @@ _OPEN_TIMEOUT_S: Final = 60.0
 
 
 def open_catalogue(directory: Directory) -> Catalogue:
-    """Return the catalogue of `directory`, created or rebuilt if need be.
-
-    A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
-    """
+    """Return the catalogue of `directory`, created or rebuilt if need be."""
     catalogue = Catalogue(directory.catalogue)
     if _trouble(directory, catalogue) is not None:
         rebuild_catalogue(directory, catalogue)
@@ -153,32 +149,13 @@ def rebuild_catalogue(
         write_settings(directory, settings)
         new.create(fill)
         new.close()
-        _set_aside(directory, settings.size_limit)
+        # SQLite would apply the old journal to the new catalogue. The old file stays until the new one takes its
+        # place: whoever reads meanwhile finds a damaged file, and not none.
+        for path in (new.path + "-journal", catalogue.path + "-journal"):
+            remove_if_there(path)
+        if kind_of(catalogue.path) is not None:  # a directory, which no file can replace
+            remove_if_there(catalogue.path)
         move(new.path, catalogue.path)
-        remove_if_there(new.path + "-journal")
-
-
-def _set_aside(directory: Directory, limit_bytes: int) -> None:
-    """Give a damaged catalogue another name too, unless the cache is too full to keep it.
-
-    It stays in its place until the new one takes that: whoever reads meanwhile finds a damaged file, and not
-    none.
-    """
-    aside = os.path.join(directory.root, "catalogue.damaged")
-    with translated_disk_errors(directory.catalogue, "putting it aside"):
-        if os.path.lexists(directory.catalogue):
-            remove_if_there(aside)
-            # A journal may become as large as the catalogue.
-            used_bytes = overhead_bytes(directory) + size_of_file(directory.catalogue)
-            if used_bytes + bytes_below(directory.shards) > limit_bytes:
-                if kind_of(directory.catalogue) is not None:  # a directory, which no file can replace
-                    remove(directory.catalogue)
-            else:
-                try:
-                    os.link(directory.catalogue, aside, follow_symlinks=False)
-                except OSError:  # of a directory, or on a filesystem where a file has one name
-                    move(directory.catalogue, aside)
-        remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
 
 
 def _enter_shards(directory: Directory, tables: Tables, last_id: int) -> None:
@@ -293,19 +270,14 @@ def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] |
     with catalogue.reading() as tables:
         known = tables.shard_ids()
     damage = {shard_id: said for shard_id, said in damage.items() if shard_id in known}  # others were evicted
-    stuck = False
     if repair:
         for shard_id, said in damage.items():
             cache.quarantine(shard_id, said or f"shard {shard_id}: missing")
-        orphans = _files_to_remove(directory, catalogue)
+    orphans, stuck = _unknown_files(directory, catalogue), False
+    if repair:
         stuck = sum(map(_remove_file, orphans)) < len(orphans)
         count_strays(directory, catalogue)
         cache.enforce_limit()  # which whoever lowered it may have been killed over
-    else:
-        names = sorted(os.listdir(directory.shards))
-        with catalogue.reading() as tables:
-            orphans = _unknown_files(directory, names, tables)
-        orphans = list(filter(os.path.lexists, orphans))
     with catalogue.reading() as tables:
         shards, samples, _ = tables.totals()
     corrupt = tuple(filter(None, damage.values()))
@@ -346,7 +318,7 @@ def check_sizes(
     `correct`, they are corrected: a bit has flipped, or the shards were copied from another disk.
     """
     with catalogue.reading() as tables:
-        question = "SELECT id, size_bytes FROM live ORDER BY id DESC LIMIT ?"
+        question = "SELECT id, size_bytes FROM whole ORDER BY id DESC LIMIT ?"
         booked = dict(tables.execute(question, (-1 if newest is None else newest,)).fetchall())
     wrong = {}
     with translated_disk_errors(directory.shards, "reading the sizes of its files"):
@@ -371,7 +343,7 @@ def check_sizes(
 
 def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     """Remove our files that belong to no shard and no writer (after a power loss); return their number."""
-    leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
+    leftovers = [path for path in _unknown_files(directory, catalogue) if _id_in(path) is not None]
     removed = sum(map(_remove_file, leftovers))
     count_strays(directory, catalogue)
     forget_dead_loaders(directory)
@@ -380,10 +352,9 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
 
 def count_strays(directory: Directory, catalogue: Catalogue) -> None:
     """Have unknown files among the shards count as used, in a row of their own."""
-    with translated_disk_errors(directory.shards, "listing it"):
-        names = os.listdir(directory.shards)
+    paths = _unknown_files(directory, catalogue)
     with catalogue.reading() as tables:
-        paths, known = _unknown_files(directory, names, tables), tables.bytes_in(STRAY)
+        known = tables.bytes_in(STRAY)
     found = sum(size_of_file(path) + (bytes_below(path) if path.endswith("/") else 0) for path in paths)
     if found != known:
         with catalogue.transaction() as tables:
@@ -393,19 +364,6 @@ def count_strays(directory: Directory, catalogue: Catalogue) -> None:
             )
 
 
-def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:
-    """Unknown files among the shards, whose ids are never given out from now on.
-
-    With an older copy of the catalogue, an id could be given out again, and the new shard's file be removed.
-    """
-    names = sorted(os.listdir(directory.shards))
-    with catalogue.transaction() as tables:
-        paths = _unknown_files(directory, names, tables)
-        ids = [shard_id for path in paths if (shard_id := _id_in(path)) is not None]
-        tables.set_meta("last_shard_id", max([int(tables.meta("last_shard_id", 0)), *ids]))
-    return list(filter(os.path.lexists, paths))  # a writer or an evictor has removed the others
-
-
 def _id_in(path: str) -> int | None:
     """The shard's id in the name of one of our files; None for other files."""
     name = os.path.basename(path)
@@ -413,14 +371,17 @@ def _id_in(path: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -> list[str]:
-    """The files `names` among the shards that belong to no shard and no reservation.
+def _unknown_files(directory: Directory, catalogue: Catalogue) -> list[str]:
+    """The files among the shards that belong to no shard and no reservation.
 
-    The names are listed before: a file that is written later would belong to a later reservation. A folder
-    whose name is not ours ends in "/".
+    A folder whose name is not ours ends in "/".
     """
-    reserved = {row.id for row in tables.unfinished()}
-    known = tables.shard_ids() | reserved
+    # Listed before the rows are read: a file that is written later would belong to a later reservation.
+    with translated_disk_errors(directory.shards, "listing it"):
+        names = sorted(os.listdir(directory.shards))
+    with catalogue.reading() as tables:
+        reserved = {row.id for row in tables.unfinished()}
+        known = tables.shard_ids() | reserved
     found = [
         os.path.join(directory.shards, name)
         for name in names
@@ -429,6 +390,7 @@ def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -
     return [
         os.path.join(path, "") if _id_in(path) is None and kind_of(path) == "directory" else path
         for path in found
+        if os.path.lexists(path)  # a writer or an evictor has removed the others
     ]
 
 
