@@ -15,7 +15,7 @@ import numpy as np
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, Span, span_array
 from cachestream.storage.progress import PassRow
-from cachestream.storage.tables import FailureRow
+from cachestream.storage.tables import FailureRow, OutdatedShard
 
 if TYPE_CHECKING:
     from cachestream.storage.catalogue import Catalogue
@@ -184,6 +184,11 @@ class Filling:
         with self._catalogue.reading() as tables:
             return tables.samples_of_others(identity)
 
+    def outdated(self, identity: str) -> list[OutdatedShard]:
+        """The shards that `samples_of_others` counts, by id."""
+        with self._catalogue.reading() as tables:
+            return tables.outdated(identity)
+
     def fields_of_several_shapes(self) -> list[str]:
         """The names of the fields that have one shape in each shard, and not the same in all."""
         with self._catalogue.reading() as tables:
@@ -250,17 +255,17 @@ class Filling:
             return tables.earlier_pass(plan, length)
 
     def cached_spans(
-        self, parse: Callable[[str], Plan], parts: Sequence[int] | None = None
+        self, parse: Callable[[str], Plan], parts: Sequence[int] | None = None, identity: str = ""
     ) -> CachedSpans[Plan]:
         """The spans that the shards hold, for each of `parts` (default: all of the cache's splits).
 
-        `parse` reads the plan of a pass.
+        `parse` reads the plan of a pass. With the `identity` of a transform, shards of others are left out.
         """
         with self._catalogue.reading() as tables:
             if parts is None:
                 parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
             source, passes = tables.meta("source"), tables.passes()
-            spans = tuple(tables.spans(part) for part in parts)
+            spans = tuple(tables.spans(part, identity) for part in parts)
         return CachedSpans(source, {row.id: parse(row.plan) for row in passes}, spans)
 
     def shard_ids(self) -> set[int]:

@@ -171,14 +171,25 @@ _WITH_DEFAULTS: Final = (
 )
 
 
-def describe_outdated(outdated: int, num_samples: int) -> str:
-    """The number of samples of another transform, and the way to replace them; "" if there are none."""
+def describe_outdated(outdated: int, num_samples: int, *, is_replaced: bool = False) -> str:
+    """The number of samples of another transform, and what becomes of them; "" if there are none.
+
+    `is_replaced`: a worker reads them anew.
+    """
     if not outdated:
         return ""
+    then = (
+        "they stay in the epochs until they are evicted: on_change='replace' has them read anew, "
+        "'cachestream clear' (cache.clear()) removes all"
+    )
+    if is_replaced:
+        then = (
+            "they are read anew, and each is used until a new one has taken its place (on_change='keep' leaves them "
+            "as they are)"
+        )
     return (
-        f"the transform has changed (its code, or a value bound to it), and {outdated} of the {num_samples} cached samples were made by another one; "
-        "they stay in the epochs until they are evicted. To make all anew, 'cachestream clear' the cache "
-        "(cache.clear()) and start again, or use another directory"
+        f"the transform has changed (its code, or a value bound to it), and {outdated} of the {num_samples} cached "
+        f"samples were made by another one; {then}"
     )
 
 

@@ -79,6 +79,15 @@ class Job:
     transform: str = ""
     weights: npt.NDArray[np.float64] | None = None
     has_names: bool = False
+    on_change: str = "keep"
+
+    @property
+    def replaces(self) -> bool:
+        """True if samples of other transforms are to be replaced.
+
+        The caches of a group keep theirs: they have one pass in common.
+        """
+        return self.on_change == "replace" and not (self.cluster is not None and self.cluster.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ HANG_TIMEOUT_S: Final = 30.0
 DEFAULT_SHARD: Final = "64MB"
 DEFAULT_ACTORS: Final = 8
 _WHEN_FULL: Final = ("evict", "wait", "stop")
+_ON_CHANGE: Final = ("replace", "keep", "refuse")
 START_TIMEOUT_S: Final = 60.0
 
 
@@ -91,6 +92,7 @@ class WorkerOptions:
     share: str | None = None
     share_required: bool = False
     holdout: float | None = None
+    on_change: str = "replace"
 
     def check(self) -> None:
         """Raise ConfigError for values that are wrong with any cache and source."""
@@ -101,6 +103,8 @@ class WorkerOptions:
         check_count("concurrency", self.concurrency, 1, READS_AT_ONCE)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
+        if self.on_change not in _ON_CHANGE:
+            raise ConfigError(f"on_change={self.on_change!r}: choose one of {', '.join(_ON_CHANGE)}")
         check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)
         if self.transform is not None and not callable(self.transform):
             raise ConfigError(f"transform={self.transform!r}: must be a function of one sample")
@@ -236,6 +240,7 @@ class WorkerOptions:
             transform=transform_identity(transform),
             weights=weights,
             has_names=growing is None and has_plain_names(source),
+            on_change=self.on_change,
         )
 
     @property

@@ -109,7 +109,7 @@ def test_the_last_weight_is_reached_and_never_passed() -> None:
 
 
 def test_a_sampler_gives_its_units_in_its_order_with_repeats() -> None:
-    order = UnitOrder(PassPlan("sampler", 0, 0, 5, "", 4), drawn=[3, 3, 0, 4])
+    order = UnitOrder(PassPlan("sampler", 0, 0, 5, "", 4), listed=[3, 3, 0, 4])
     assert all_units(order, 4) == [3, 3, 0, 4]
 
 
