@@ -32,7 +32,7 @@ from benchmarks.scale_out.link import Link
 from benchmarks.scale_out.values import Arrangement, Outcome, Setup
 from cachestream.permutation import mix_key
 from cachestream.schema import IntArray
-from cachestream.storage.eviction import PassProgress, Room, bytes_to_leave
+from cachestream.storage.eviction import Room, bytes_to_retire
 from cachestream.worker.order import Partition, PassPlan
 
 __all__ = ["simulate"]
@@ -119,9 +119,12 @@ class _Cluster:
         setup, used = self.setup, held * self.setup.shard_bytes
         if not setup.turnover:
             return 0
-        progress = PassProgress(done, length if length > held else 0, used, done > held)
-        leave = bytes_to_leave(Room(setup.limit_bytes, used), setup.turnover, progress, setup.shard_bytes)
-        return min(held, leave // setup.shard_bytes)
+        fits = length <= held
+        remaining = 0 if fits else math.inf if done > held or not done else used * (length - done) / done
+        retiring = bytes_to_retire(
+            Room(setup.limit_bytes, used), setup.turnover, remaining, setup.shard_bytes
+        )
+        return min(held, retiring // setup.shard_bytes)
 
     def _next_epoch(self) -> simpy.Event:
         epoch_s = self.setup.epoch_s

@@ -342,7 +342,7 @@ class Cache:
         is_missing = not os.path.lexists(path)
         with self.reservations.evictor("quarantine") as owner:
             with self.catalogue.transaction() as tables:
-                row = tables.execute("SELECT num_samples FROM live WHERE id = ?", (shard_id,)).fetchone()
+                row = tables.execute("SELECT num_samples FROM whole WHERE id = ?", (shard_id,)).fetchone()
                 if row is None:
                     return  # evicted, or quarantined by another rank
                 tables.doom([shard_id], owner)

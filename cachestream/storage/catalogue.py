@@ -48,7 +48,7 @@ _ROWS_AT_ONCE: Final = 1000
 JOURNAL_BYTES: Final = 65_536  # the eviction of one shard changes about ten pages
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 _STATEMENTS: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
     """CREATE TABLE passes (

@@ -1,4 +1,4 @@
-"""Eviction policies, the choice of victims, and the share that an epoch leaves out: pure functions."""
+"""Eviction policies, the choice of victims, and of the shards that retire: pure functions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def describe_shortage(need_bytes: int, limit_bytes: int, used_bytes: int, leased
     )
 
 
-# --- turnover: what the next epoch of a full cache leaves out, so that filling can go on
+# --- turnover: the shards of a full cache that the filling replaces next
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,68 +100,39 @@ class Room:
         return self.limit_bytes - self.used_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PassProgress:
-    """The progress of a pass: `done` of `length` positions (None: endless), which produced `shard_bytes`.
+def bytes_to_retire(room: Room, turnover: float, remaining_bytes: float, largest_bytes: int = 0) -> int:
+    """The bytes of shards that retire, so that filling can go on during the next epoch.
 
-    `lost` when shards of this or an earlier pass have been evicted since.
+    With what is free they make a `turnover` share of the limit, and room for one shard of `largest_bytes`:
+    less than that is not free. (CoorDL's and MinIO's "keep until full, then replace a share",
+    arXiv:2007.06775: under whole-cache epochs plain LRU would freeze the fill, or evict shards that were
+    never used.) Nothing retires while the `remaining_bytes` of the remote fit anyway.
     """
-
-    done: int
-    length: int | None
-    shard_bytes: int
-    lost: bool
-
-
-def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_bytes: int = 0) -> int:
-    """The bytes of shards that the next epoch leaves out, so that filling can go on during it.
-
-    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep until
-    full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would freeze the fill,
-    or evict shards that were never used), and room for one shard of `largest_bytes`: less than that is not
-    free. Nothing is left out while the rest of the remote will fit anyway.
-    """
-    free_bytes = room.free_bytes if room.free_bytes >= largest_bytes else 0
-    wanted = max(int(turnover * room.limit_bytes), largest_bytes) - max(0, free_bytes)
-    if wanted <= 0 or filling.length == 0:
+    if remaining_bytes < max(1, room.free_bytes):
         return 0
-    if not filling.lost and filling.length is not None and filling.done:
-        remaining_bytes = filling.shard_bytes * (filling.length - filling.done) / filling.done
-        if remaining_bytes < room.free_bytes:
-            return 0
-    return wanted
+    free_bytes = 0 if 0 <= room.free_bytes < largest_bytes else room.free_bytes
+    return max(0, max(int(turnover * room.limit_bytes), largest_bytes) - free_bytes)
 
 
-def add_what_was_left(share_bytes: int, left_bytes: int, replaced_bytes: int) -> int:
-    """The bytes to leave out if the filling has waited for an epoch: the share, and what the last one left
-    out.
-
-    The shards that the previous epoch left out, `left_bytes`, come first in the order of eviction, and the
-    filling will soon replace them. It has reserved `replaced_bytes` for that already. At most one share is
-    added: short epochs would leave out shards faster than the filling replaces them.
-    """
-    return share_bytes + max(0, min(left_bytes, share_bytes - replaced_bytes))
-
-
-def leave_out(
+def choose_retiring(
     ids: IntArray,
     sizes: IntArray,
     uses: IntArray,
     counts: IntArray,
-    leave_bytes: int,
+    need_bytes: int,
     min_samples: int = 0,
     kept_samples: int = 0,
 ) -> IntArray:
-    """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
+    """Select shards of `ids` (first to evict first) that add up to `need_bytes`.
 
     `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
     are selected, and not so many that fewer than `min_samples` remain, or none, with the `kept_samples` of
     the shards that may not be evicted.
     """
     used = np.flatnonzero(uses)
-    if leave_bytes <= 0 or not len(used):
+    if need_bytes <= 0 or not len(used):
         return np.empty(0, np.int64)
-    enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
+    enough = int(np.searchsorted(np.cumsum(sizes[used]), need_bytes)) + 1
     spare_samples = int(counts.sum()) + kept_samples - max(1, min_samples)
     spare = int(np.searchsorted(np.cumsum(counts[used]), spare_samples, side="right"))
     return ids[used[: min(enough, spare)]]

@@ -15,7 +15,7 @@ import numpy as np
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, Span, span_array
 from cachestream.storage.progress import PassRow
-from cachestream.storage.tables import FailureRow, OutdatedShard
+from cachestream.storage.tables import LIVE, RETIRING, FailureRow, OutdatedShard
 
 if TYPE_CHECKING:
     from cachestream.storage.catalogue import Catalogue
@@ -269,9 +269,9 @@ class Filling:
         return CachedSpans(source, {row.id: parse(row.plan) for row in passes}, spans)
 
     def shard_ids(self) -> set[int]:
-        """The ids of all shards."""
+        """The ids of the shards that count as cached."""
         with self._catalogue.reading() as tables:
-            return tables.shard_ids()
+            return tables.shard_ids(LIVE, RETIRING)
 
 
 def overlapping(held: IntArray, spans: Iterable[Span]) -> IntArray:

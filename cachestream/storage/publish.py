@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ from cachestream.storage.layout import Directory, accounted_bytes, allocated_byt
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.progress import PassRow
 from cachestream.storage.shard import shard_path
-from cachestream.storage.tables import FailureRow
+from cachestream.storage.tables import REPLACED, FailureRow
 
 if TYPE_CHECKING:
     from cachestream.storage.catalogue import Catalogue
@@ -172,8 +172,12 @@ class Publisher:
         *,
         decided: Schema | None = None,
         only_if: Callable[[SpansOf], bool] | None = None,
+        replaces: Collection[int] = (),
     ) -> bool:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
+
+        They hold, with those that are live, all samples of the shards `replaces`: these join no new epoch, and
+        are evicted first.
 
         `only_if` is called in the transaction, with what the cache holds: nothing is published if it returns
         False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`.
@@ -189,6 +193,7 @@ class Publisher:
                 is_wanted = only_if is None or only_if(tables.spans_of)
                 if is_wanted:
                     self._enter(tables, shards, pass_id, spans, decided)
+                    tables.retire(replaces, REPLACED)
                     _record(tables, progress)
         except BaseException as error:
             self.cancel(shards)

@@ -346,7 +346,7 @@ def check_sizes(
     `correct`, they are corrected: a bit has flipped, or the shards were copied from another disk.
     """
     with catalogue.reading() as tables:
-        question = "SELECT id, size_bytes FROM live ORDER BY id DESC LIMIT ?"
+        question = "SELECT id, size_bytes FROM whole ORDER BY id DESC LIMIT ?"
         booked = dict(tables.execute(question, (-1 if newest is None else newest,)).fetchall())
     wrong = {}
     with translated_disk_errors(directory.shards, "reading the sizes of its files"):

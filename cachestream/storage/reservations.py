@@ -39,7 +39,7 @@ from cachestream.storage.leases import Lease, Leases
 from cachestream.storage.locks import is_held, remove_unheld
 from cachestream.storage.os_errors import check_own, translated_disk_errors
 from cachestream.storage.shard import shard_path
-from cachestream.storage.tables import DOOMED, RESERVED, Tables
+from cachestream.storage.tables import DOOMED, REPLACED, RESERVED, RETIRING, Tables
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -325,10 +325,12 @@ class Reservations:
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
             return
+        replaced = tables.shard_ids(REPLACED)  # which are no loss
         tables.doom((row.id for row in victims), owner)
-        tables.add("evicted_shards", len(victims))
-        tables.add("evicted_samples", sum(row.num_samples for row in victims))
-        tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
+        lost = [row for row in victims if row.id not in replaced]
+        tables.add("evicted_shards", len(lost))
+        tables.add("evicted_samples", sum(row.num_samples for row in lost))
+        tables.add("evicted_unused_samples", sum(row.num_samples for row in lost if not row.uses))
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
         """Remove the files of doomed reservations of `owner`, and only then the reservations."""
@@ -383,18 +385,21 @@ def _victims(
     held-out samples, because a validation set must not change between epochs. Unless `spare_held_out`, these
     go last.
     """
-    if policy == "none" or need_bytes <= 0:
+    if need_bytes <= 0:
         return []
     held_out = tables.held_out_shards()
     order = "fifo" if callable(policy) else policy
-    with contextlib.closing(tables.shards(order, used_only=used_only)) as rows:
+    with contextlib.closing(tables.evictable(order, used_only=used_only)) as rows:
         unleased = _outside(leased, rows)
         candidates: Iterable[ShardRow] = unleased
         if spare_held_out:
             candidates = (row for row in unleased if row.id not in held_out)
         if callable(policy):
             by_id = {row.id: row for row in candidates}
-            candidates = [by_id[shard_id] for shard_id in ranking if shard_id in by_id]
+            going = tables.shard_ids(RETIRING, REPLACED)
+            first = [shard_id for shard_id in by_id if shard_id in going]
+            then = [shard_id for shard_id in ranking if shard_id in by_id and shard_id not in going]
+            candidates = [by_id[shard_id] for shard_id in first + then]
         if held_out and not spare_held_out:
             candidates = sorted(candidates, key=lambda row: row.id in held_out)
         return choose_victims(candidates, need_bytes)

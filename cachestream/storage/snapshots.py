@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -20,19 +21,13 @@ from cachestream.errors import (
     SchemaMismatchError,
 )
 from cachestream.schema import IntArray, Schema, Snapshot, Split
-from cachestream.storage.eviction import (
-    PassProgress,
-    Room,
-    add_what_was_left,
-    bytes_to_leave,
-    leave_out,
-)
+from cachestream.storage.eviction import Room, bytes_to_retire, choose_retiring
 from cachestream.storage.filling import WAITS, FillState, fill_state, phase_now
 from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
 from cachestream.storage.settings import choose_split
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.storage.tables import DOOMED, RESERVED
+from cachestream.storage.tables import RETIRING
 from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
@@ -51,7 +46,7 @@ _RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 class SnapshotRequest:
     """A snapshot to take: of shards that cover `epoch_size` samples (None: all) of the `split`.
 
-    Of a full cache that is being filled, the `turnover` share is left out, as far as `min_samples` remain.
+    Of a full cache that is being filled, the `turnover` share retires, as far as `min_samples` remain.
     `own_leases` are the paths of the caller's leases, which end with the previous epoch. `view`: the rows and
     fields of the shards.
     """
@@ -79,8 +74,9 @@ class _CachedShards:
     view: View
 
     @classmethod
-    def of(cls, tables: Tables, split: Split | None, view: View) -> _CachedShards:
-        ids, sizes, uses, held_out = tables.shard_columns("id", "num_samples", "uses", "held_out")
+    def of(cls, tables: Tables, split: Split | None, view: View, rows: str = "live") -> _CachedShards:
+        columns = "id", "num_samples", "uses", "held_out"
+        ids, sizes, uses, held_out = tables.shard_columns(*columns, view=rows)
         counts = sizes
         # A shard published since the count is for the next epoch.
         if view.selects:
@@ -129,9 +125,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         if not len(cached.ids):
             raise NotEnoughSamplesError(f"the cache at {cache.path} is empty{_why_empty(fill, has_worker)}")
         policy, room = reservations.policy(tables), room_in(tables, usage)
-        excluded = _shards_to_leave(
-            tables, request, cached, policy, ranking, room, leased, is_filling=is_filling
-        )
+        excluded = _retire(tables, request, cached, policy, ranking, room, leased, is_filling=is_filling)
         chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
         if view.selects and not len(chosen):
             raise NotEnoughSamplesError(
@@ -166,7 +160,7 @@ def restore_snapshot(
     count_samples(cache, split, view)  # reads new shards, which the transaction below must not
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
     with cache.catalogue.transaction() as tables:
-        cached = _CachedShards.of(tables, split, view)
+        cached = _CachedShards.of(tables, split, view, "whole")
         pairs = zip(cached.ids.tolist(), cached.counts.tolist(), strict=True)
         chosen = np.flatnonzero([expected.get(shard_id) == count for shard_id, count in pairs])
         if not len(chosen):
@@ -203,7 +197,7 @@ def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schem
 # --- turnover
 
 
-def _shards_to_leave(
+def _retire(
     tables: Tables,
     request: SnapshotRequest,
     cached: _CachedShards,
@@ -214,40 +208,40 @@ def _shards_to_leave(
     *,
     is_filling: bool,
 ) -> IntArray:
-    """The ids of the shards that the next epoch leaves out.
+    """Choose the shards that retire, and return their ids: the next epoch leaves them out.
 
     They are the surplus over a limit that was lowered, which otherwise each epoch would hold again, and the
-    `turnover` share of a full cache while a worker fills it, unless the samples are held out of training.
-    Fewer of both are left out where the epoch would have less than `min_samples`.
+    `turnover` share of a full cache while a worker fills it. Fewer of both retire where the epoch would have
+    less than `min_samples`. Those that are retiring already come first, and are live again where they are not
+    needed any more; so all trainers leave out the same shards. Shards that other epochs hold come last: they
+    may be held for long. The leases of the caller end soon and do not count.
 
-    Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
-    several trainers have to leave out the same ones. The caller's leases end soon and do not count.
-
-    If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
-    previous epoch left out. Those come first, so their bytes are added to the share.
+    An epoch without turnover, or of samples that are held out of training, has all shards and retires none.
     """
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
     limit_bytes = tables.settings.size_limit if policy == "none" else room.limit_bytes
-    surplus_bytes = max(0, room.used_bytes - limit_bytes)
-    is_trained_on = request.split is None or not request.split.held_out
-    turns_over = request.turnover and is_trained_on and policy != "none" and is_filling
-    if not surplus_bytes and not turns_over:
+    need_bytes = max(0, room.used_bytes - limit_bytes)
+    turns_over = request.turnover and (request.split is None or not request.split.held_out)
+    if not need_bytes and not turns_over:
         return np.empty(0, np.int64)
     ids, sizes, uses = _in_order_of_eviction(tables, "lru" if policy == "none" else policy, ranking)
+    if turns_over and is_filling and policy != "none":
+        largest_bytes = int(sizes.max(initial=0))
+        share_bytes = bytes_to_retire(room, request.turnover, _remaining_bytes(tables), largest_bytes)
+        need_bytes = max(need_bytes, share_bytes)
+    is_live = ~np.isin(ids, list(tables.shard_ids(RETIRING)))
+    if need_bytes and _has_waited(tables):
+        # The filling will soon have replaced what it may replace now, which is in its way no longer then.
+        going = sizes[~is_live & (leased.holders(ids) == 0)]
+        need_bytes += min(need_bytes, int(going.sum()))
     counts = cached.counts[np.searchsorted(cached.ids, ids)]
-    is_free = leased.holders(ids) == 0
-    order = np.argsort(np.where(is_free, -1, leased.holders(ids, request.own_leases)), kind="stable")
-    ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
-    share_bytes = 0
-    if turns_over:
-        share_bytes = _turnover_bytes(tables, room, request.turnover, int(sizes.max(initial=0)))
-        is_whole = request.epoch_size is None or request.epoch_size >= int(counts.sum())
-        if share_bytes and _note_waits(tables) and is_whole:
-            left_bytes = int(sizes[is_free & (uses > 0)].sum())
-            share_bytes = add_what_was_left(share_bytes, left_bytes, tables.bytes_in(RESERVED, DOOMED))
+    order = np.lexsort([is_live, leased.holders(ids, request.own_leases)])
     kept_samples = int(cached.counts.sum() - counts.sum())
-    leave_bytes = surplus_bytes + share_bytes
-    return leave_out(ids, sizes, uses, counts, leave_bytes, request.min_samples, kept_samples)
+    ids, sizes, uses, counts = (column[order] for column in (ids, sizes, uses, counts))
+    retiring = choose_retiring(ids, sizes, uses, counts, need_bytes, request.min_samples, kept_samples)
+    tables.keep_retiring()
+    tables.retire(retiring.tolist())
+    return retiring
 
 
 def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy, ranking: list[int]) -> list[IntArray]:
@@ -261,20 +255,24 @@ def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy, ranking: list[
     return [column[goes] for column in columns]
 
 
-def _note_waits(tables: Tables) -> bool:
-    """Note that a snapshot has come; return whether the filling has waited for one since the last."""
+def _has_waited(tables: Tables) -> bool:
+    """Return whether the filling has waited for an epoch since the last snapshot, and note that one has come."""
     waits, before = int(tables.meta("epoch_waits", 0)), int(tables.meta("epoch_waits_seen", 0))
     tables.set_meta("epoch_waits_seen", waits)
     return waits > before or tables.meta("fill_message") == WAITS
 
 
-def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
+def _remaining_bytes(tables: Tables) -> float:
+    """The bytes that the rest of the remote will take in the cache; inf if that is not known, or if shards of
+    this pass or an earlier one have been evicted since.
+    """
     row = tables.last_pass()
-    if row is None:
-        return 0
+    if row is None or row.length == 0:
+        return 0.0
     lost = len(tables.passes()) > 1 or int(tables.meta("evicted_shards", 0)) > row.evicted_before
-    filling = PassProgress(row.positions_done, row.length, tables.totals()[2], lost)
-    return bytes_to_leave(room, turnover, filling, largest_bytes)
+    if lost or row.length is None or not row.positions_done:
+        return math.inf
+    return tables.totals()[2] * (row.length - row.positions_done) / row.positions_done
 
 
 # --- what is held out

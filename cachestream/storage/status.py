@@ -20,7 +20,7 @@ from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.snapshots import count_samples, of_split
-from cachestream.storage.tables import DOOMED, LIVE, RESERVED, STRAY
+from cachestream.storage.tables import DOOMED, LIVE, REPLACED, RESERVED, RETIRING, STRAY
 from cachestream.storage.telemetry import Board, LoaderReport, Run, Totals, read_loaders, unfinished_run
 from cachestream.storage.view import ALL, View
 
@@ -390,7 +390,10 @@ def occupied_bytes(cache: Cache) -> int:
     """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
     directory = cache.directory
     with cache.catalogue.reading() as tables:
-        shard_bytes, reserved = tables.bytes_in(LIVE, STRAY), [row.id for row in tables.unfinished()]
+        shard_bytes, reserved = (
+            tables.bytes_in(LIVE, RETIRING, REPLACED, STRAY),
+            [row.id for row in tables.unfinished()],
+        )
     unfinished_bytes = sum(
         size_of_file(directory.temporary_shard(key)) + size_of_file(shard_path(directory.root, key))
         for key in reserved

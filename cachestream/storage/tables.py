@@ -3,11 +3,14 @@
 One row of `shards` is one file in the folder of shards, and its bytes count from the reservation until the
 file is gone:
 
-    reserved ─publish─▶ live ─doom─▶ doomed ─forget─▶ (no row)
-        └────────────────bury──────────▲
+    reserved ─publish─▶ live ◀─retire─▶ retiring ─doom─▶ doomed ─forget─▶ (no row)
+        │                └─────▶ replaced ──────────────────▲
+        └────────────────────────────bury───────────────────┘
 
 A reserved row is a file that its owner may be writing; a doomed one, a file that its owner removes. What a
-dead owner leaves in either state is buried by whoever finds it.
+dead owner leaves in either state is buried by whoever finds it. A retiring shard is cached like a live one,
+but joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is cached for
+the epochs that lease it, and otherwise only takes space.
 """
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
@@ -31,6 +34,8 @@ from cachestream.storage.settings import Settings, read_settings
 
 RESERVED: Final = "reserved"
 LIVE: Final = "live"
+RETIRING: Final = "retiring"
+REPLACED: Final = "replaced"
 DOOMED: Final = "doomed"
 STRAY: Final = "stray"  # of row 0: the unknown files in the folder, together
 
@@ -46,7 +51,8 @@ SHARD_STATEMENTS: Final = (
         pass_id INTEGER NOT NULL DEFAULT 0, spans BLOB NOT NULL DEFAULT x'')""",
     # The sums over all shards, which every reservation needs, are read from this index alone.
     "CREATE INDEX sizes ON shards (state, size_bytes, num_samples)",
-    f"CREATE VIEW live AS SELECT * FROM shards WHERE state = '{LIVE}'",
+    f"CREATE VIEW live AS SELECT * FROM shards WHERE state IN ('{LIVE}', '{RETIRING}')",
+    f"CREATE VIEW whole AS SELECT * FROM shards WHERE state IN ('{LIVE}', '{RETIRING}', '{REPLACED}')",
 )
 
 # The shards of transforms other than one, as far as the two can be compared: see `_others`.
@@ -200,11 +206,24 @@ class Tables(ProgressTables):
         )
         return cursor.rowcount > 0
 
-    def doom(self, shard_ids: Iterable[int], owner: str) -> None:
-        """Take live shards out of the cache; `owner` removes their files, and forgets them then."""
+    def retire(self, shard_ids: Iterable[int], state: str = RETIRING) -> None:
+        """Have live shards join no new epoch and go first: as RETIRING, until `keep_retiring`, or for good, as
+        REPLACED by others that hold their samples.
+        """
         self.executemany(
-            "UPDATE shards SET state = ?, owner = ? WHERE id = ? AND state = ?",
-            [(DOOMED, owner, shard_id, LIVE) for shard_id in shard_ids],
+            "UPDATE shards SET state = ? WHERE id = ? AND state IN (?, ?)",
+            [(state, shard_id, LIVE, RETIRING) for shard_id in shard_ids],
+        )
+
+    def keep_retiring(self) -> None:
+        """Have all retiring shards be live again."""
+        self.execute("UPDATE shards SET state = ? WHERE state = ?", (LIVE, RETIRING))
+
+    def doom(self, shard_ids: Iterable[int], owner: str) -> None:
+        """Take shards out of the cache; `owner` removes their files, and forgets them then."""
+        self.executemany(
+            "UPDATE shards SET state = ?, owner = ? WHERE id = ? AND state IN (?, ?, ?)",
+            [(DOOMED, owner, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
         )
 
     def bury(self, dead: Iterable[FileRow], owner: str) -> list[int]:
@@ -219,9 +238,10 @@ class Tables(ProgressTables):
         return taken
 
     def forget(self, shard_ids: Iterable[int]) -> None:
-        """Delete the rows of files that are gone; a live one stays."""
+        """Delete the rows of files that are gone; those of shards stay."""
         self.executemany(
-            "DELETE FROM shards WHERE id = ? AND state != ?", [(shard_id, LIVE) for shard_id in shard_ids]
+            "DELETE FROM shards WHERE id = ? AND state IN (?, ?)",
+            [(shard_id, RESERVED, DOOMED) for shard_id in shard_ids],
         )
 
     # --- the shards
@@ -254,26 +274,35 @@ class Tables(ProgressTables):
 
         The first to evict comes first. SQLite sorts, so only the rows that are consumed become objects.
         """
-        where = "WHERE uses > 0" if used_only else ""
-        self.scans.append(
-            self.execute(
-                f"SELECT id, size_bytes, num_samples, uses, last_used FROM live {where} ORDER BY {ORDERS[policy]}"
-            )
-        )
+        return self._scan(f"live WHERE uses > {0 if used_only else -1} ORDER BY {ORDERS[policy]}")
+
+    def evictable(self, policy: str, *, used_only: bool) -> Generator[ShardRow, None, None]:
+        """Iterate over what may be evicted: first what is replaced (with "none", nothing else), then what is
+        retiring, then the rest in the order of the policy; with `used_only`, that of it which some epoch has
+        used.
+        """
+        rest = "" if policy == "none" else f" OR uses > {0 if used_only else -1} OR state = '{RETIRING}'"
+        going = f"state = '{LIVE}', state = '{RETIRING}'"
+        return self._scan(f"whole WHERE state = '{REPLACED}'{rest} ORDER BY {going}, {ORDERS[policy]}")
+
+    def _scan(self, rows: str) -> Generator[ShardRow, None, None]:
+        self.scans.append(self.execute(f"SELECT id, size_bytes, num_samples, uses, last_used FROM {rows}"))
         for row in self.scans[-1]:
             yield ShardRow(*row)
 
-    def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
-        """Columns of the live shards as int64 arrays `[n]`, in the order of an eviction policy; -1 for
+    def shard_columns(self, *columns: str, policy: str = "fifo", view: str = "live") -> list[IntArray]:
+        """Columns of the shards in a view as int64 arrays `[n]`, in the order of an eviction policy; -1 for
         NULL.
         """
         names = ", ".join(f"coalesce({name}, -1)" for name in columns)
-        rows = self.execute(f"SELECT {names} FROM live ORDER BY {ORDERS[policy]}")
+        rows = self.execute(f"SELECT {names} FROM {view} ORDER BY {ORDERS[policy]}")
         table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
         return list(np.ascontiguousarray(table.T))
 
-    def shard_ids(self) -> set[int]:
-        return {row[0] for row in self.execute("SELECT id FROM live").fetchall()}
+    def shard_ids(self, *states: str) -> set[int]:
+        """The ids of all shards, or of those in `states`."""
+        where = f"shards WHERE state IN ({', '.join('?' * len(states))})" if states else "whole"
+        return {row[0] for row in self.execute(f"SELECT id FROM {where}", states).fetchall()}
 
     def bytes_within(self, ranges: IntArray) -> int:
         """Bytes of the live shards in `ranges` `[n, 2]` of ids (first, last), which are disjoint."""

@@ -20,14 +20,7 @@ import numpy.typing as npt
 from cachestream.config import format_size
 from cachestream.errors import ConfigError
 from cachestream.schema import IntArray, ShardRow
-from cachestream.storage.eviction import (
-    PassProgress,
-    Room,
-    add_what_was_left,
-    bytes_to_leave,
-    choose_victims,
-    leave_out,
-)
+from cachestream.storage.eviction import Room, bytes_to_retire, choose_retiring, choose_victims
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.snapshots import select_shards
 from cachestream.tools.diagnose.stages import Stages
@@ -234,7 +227,7 @@ class _Simulation:
         by = {"id": ids, "last_used": last_used, "uses": -uses}
         order = np.lexsort([by[name] for name in _EVICTION[self._setup.eviction]])
         is_leased = np.isin(ids, self._leased)
-        chosen = select_shards(ids, counts, uses, self._leave_out(order, is_leased), None)
+        chosen = select_shards(ids, counts, uses, self._retire(order, is_leased), None)
         is_new = (uses[chosen] == 0) & (ids[chosen] <= self._last_of_first_pass)
         self.seen += int(counts[chosen][is_new].sum())
         self._clock += 1
@@ -248,22 +241,19 @@ class _Simulation:
         self._waiting = []
         return int(counts[chosen].sum())
 
-    def _leave_out(self, order: IntArray, is_leased: npt.NDArray[np.bool_]) -> IntArray:
-        """The ids of the shards that the next epoch leaves out, as a real snapshot chooses them."""
+    def _retire(self, order: IntArray, is_leased: npt.NDArray[np.bool_]) -> IntArray:
+        """The ids of the shards that retire, as a real snapshot chooses them: first those that already do,
+        which the last epoch has left out.
+        """
         setup = self._setup
         if not setup.turnover or not (self._open or self._waiting):
             return np.empty(0, np.int64)
         ids, sizes, counts, uses, _ = self._table[order[np.argsort(is_leased[order], kind="stable")]].T
         has_lost = self._last_id > len(self._table)
-        done = setup.num_samples - self._left_in_pass
-        filling = PassProgress(done, setup.num_samples, self._used_bytes, has_lost)
+        remaining_bytes = math.inf if has_lost else self._left_in_pass * setup.cached_bytes
         room = Room(self._usable_bytes, self._used_bytes)
-        share_bytes = bytes_to_leave(room, setup.turnover, filling, int(sizes.max()))
-        if share_bytes and self._waiting:
-            held_bytes = math.ceil(sum(due.samples for due in self._waiting) * setup.cached_bytes)
-            left_bytes = int(self._table[~is_leased & (self._table[:, 3] > 0), 1].sum())
-            share_bytes = add_what_was_left(share_bytes, left_bytes, held_bytes)
-        return leave_out(ids, sizes, uses, counts, share_bytes, setup.min_samples)
+        need_bytes = bytes_to_retire(room, setup.turnover, remaining_bytes, int(sizes.max()))
+        return choose_retiring(ids, sizes, uses, counts, need_bytes, setup.min_samples)
 
 
 class _Publication(NamedTuple):

@@ -102,7 +102,7 @@ FAULTS: Final = (
           call("Tables.mark_used", "executemany"), argument(0, "{}.replace('last_used = ?', 'last_used = last_used + 0 * ?')"),
           "test_cache.py::test_a_policy_evicts_first_what_it_says_and_no_more_than_is_needed"),
     Fault("a full cache turns over while an epoch holds it",
-          function("bytes_to_leave"), returns_at_once("0"),
+          function("bytes_to_retire"), returns_at_once("0"),
           "test_p10_fetched_is_trained_on.py::test_a_full_cache_rests_until_an_epoch_uses_it_and_then_replaces_what_the_next_one_leaves"),
     Fault("an epoch leases all its shards",
           call("_leased", "ranges_of"), argument(1, "chosen[:-1]"),

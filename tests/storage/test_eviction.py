@@ -19,6 +19,7 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.reservations import Owner
 from cachestream.storage.snapshots import ReusableSnapshots
+from cachestream.storage.tables import REPLACED
 from cachestream.storage.view import make_view
 from tests.storage.support import (
     DEADLINE_S,
@@ -277,6 +278,57 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
                 assert len(left[0] & left[1]) * 80_000 > 0.2 * cache.size_limit, f"turn {turn}: {left}"
     for _, lease in held:
         lease.release()
+
+
+def left_out(cache: Cache, **options: Any) -> set[int]:
+    """The shards that a snapshot leaves out."""
+    snapshot, lease = cache.take_snapshot(**options)
+    lease.release()
+    return set(shard_ids(cache)) - set(snapshot.shard_ids.tolist())
+
+
+def test_retiring_shards_are_left_out_and_go_first_until_the_filling_needs_them_no_more(
+    make_cache: Callable[..., Cache],
+) -> None:
+    cache = make_cache("2MB", eviction="least-fresh")
+    before = set(fill_up(cache))
+    use_all(cache)
+    begin_filling(cache)
+    with worker_runs(cache):
+        retiring = left_out(cache, turnover=0.25)
+        assert 0.2 * len(before) <= len(retiring) <= 0.5 * len(before)
+        assert left_out(cache, turnover=0.25) == retiring, "whoever asks"
+        assert left_out(cache, turnover=0.0) == set(), "without turnover it has all"
+        with cache.catalogue.transaction() as tables:
+            tables.mark_used(
+                np.array([[max(before), max(before)]]), 5
+            )  # the policy would now have it go first
+        assert cache.num_shards == len(before), "they count until they go"
+        publish(cache, content(0, size_bytes=80_000))
+        assert before - set(shard_ids(cache)) < retiring
+        assert left_out(cache, turnover=0.25) > retiring & set(shard_ids(cache))
+    assert left_out(cache, turnover=0.25) == set(), "no worker fills it any more"
+
+
+@pytest.mark.parametrize("policy", ["lru", "none", newest_first])
+def test_what_new_shards_replace_joins_no_epoch_stays_for_those_that_hold_it_and_goes_first(
+    make_cache: Callable[..., Cache], policy: Any
+) -> None:
+    cache = make_cache("2MB", eviction=policy)
+    old = fill_up(cache)
+    held, lease = cache.take_snapshot()
+    with cache.catalogue.transaction() as tables:
+        tables.retire(old[2:4], REPLACED)
+    assert (cache.num_shards, left_out(cache)) == (len(old) - 2, set(old[2:4]))
+    restored, again, gone = cache.restore_snapshot(held.shard_ids, held.counts)
+    assert (restored.shard_ids.tolist(), gone) == (old, [])
+    again.release()
+    assert publish(cache, content(0, size_bytes=80_000)) is None, "an epoch holds them"
+    assert cache.verify().ok
+    lease.release()
+    assert publish(cache, content(0, size_bytes=80_000)) is not None
+    assert set(old) - set(shard_ids(cache)) == {old[2]}
+    assert cache.status().evicted_shards == 0, "nothing is lost"
 
 
 def oldest(rows: Sequence[ShardRow]) -> Sequence[ShardRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.schema import IntArray
-from cachestream.storage.eviction import PassProgress, Room, bytes_to_leave, leave_out
+from cachestream.storage.eviction import Room, bytes_to_retire, choose_retiring
 from cachestream.storage.leases import merge_ranges, ranges_of
 from cachestream.storage.snapshots import select_shards
 
@@ -61,7 +62,7 @@ def test_what_is_left_out_was_used_is_enough_and_never_all_nor_more_than_can_be_
 ) -> None:
     ids = np.arange(10, 10 + len(rows))
     sizes, uses, counts = (ints(list(column)) for column in zip(*rows, strict=True))
-    left = leave_out(ids, sizes, uses, counts, leave_bytes, least).tolist()
+    left = choose_retiring(ids, sizes, uses, counts, leave_bytes, least).tolist()
     usable = [i for i, use in zip(ids.tolist(), uses.tolist(), strict=True) if use]
     assert left == usable[: len(left)], "first to go first, and nothing that no epoch has seen"
     spare = int(counts.sum()) - max(least, 1)
@@ -75,32 +76,29 @@ def test_what_is_left_out_was_used_is_enough_and_never_all_nor_more_than_can_be_
 
 
 @pytest.mark.parametrize(
-    ("free", "turnover", "filling", "leave"),
+    ("free", "turnover", "remaining", "retire"),
     [
-        (500, 0.25, PassProgress(10, 100, 500, lost=False), 0),  # a quarter is free already
-        (100, 0.25, PassProgress(10, 100, 500, lost=False), 150),
-        (0, 0.25, PassProgress(10, 100, 500, lost=False), 250),
-        (-50, 0.25, PassProgress(10, 100, 500, lost=False), 250),  # over the limit: no more than the share
-        (100, 0.25, PassProgress(90, 100, 500, lost=False), 0),  # what is to come fits
-        (100, 0.25, PassProgress(90, 100, 500, lost=True), 150),  # it fits, but something has been evicted
-        (100, 0.25, PassProgress(90, None, 500, lost=False), 150),  # an endless source never fits
-        (100, 0.25, PassProgress(0, 100, 0, lost=False), 150),  # nothing is known yet
-        (100, 0.25, PassProgress(0, 0, 0, lost=False), 0),  # an empty source
-        (100, 0.0, PassProgress(10, 100, 500, lost=True), 0),
+        (500, 0.25, math.inf, 0),  # a quarter is free already
+        (100, 0.25, math.inf, 150),
+        (0, 0.25, math.inf, 250),
+        (-50, 0.25, math.inf, 300),  # over the limit: the surplus and the share
+        (100, 0.25, 99, 0),  # what is to come fits
+        (100, 0.25, 100, 150),
+        (0, 0.25, 0, 0),  # nothing is to come
+        (100, 0.0, math.inf, 0),
     ],
 )
-def test_a_share_is_left_out_only_where_the_filling_needs_it(
-    free: int, turnover: float, filling: PassProgress, leave: int
+def test_a_share_retires_only_where_the_filling_needs_it(
+    free: int, turnover: float, remaining: float, retire: int
 ) -> None:
-    assert bytes_to_leave(Room(1000, 1000 - free), turnover, filling) == leave
+    assert bytes_to_retire(Room(1000, 1000 - free), turnover, remaining) == retire
 
 
-@pytest.mark.parametrize(("free", "largest", "leave"), [(100, 120, 250), (100, 100, 150), (0, 400, 400)])
+@pytest.mark.parametrize(("free", "largest", "retire"), [(100, 120, 250), (100, 100, 150), (0, 400, 400)])
 def test_the_share_has_room_for_a_shard_and_what_is_free_counts_only_where_one_fits(
-    free: int, largest: int, leave: int
+    free: int, largest: int, retire: int
 ) -> None:
-    filling = PassProgress(10, None, 500, lost=True)
-    assert bytes_to_leave(Room(1000, 1000 - free), 0.25, filling, largest) == leave
+    assert bytes_to_retire(Room(1000, 1000 - free), 0.25, math.inf, largest) == retire
 
 
 @given(ids=st.sets(st.integers(1, 60), min_size=1, max_size=30).map(sorted), data=st.data())
