@@ -25,6 +25,7 @@ from cachestream.storage.reservations import Owner
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import NO_SPACE, Board, board_text
 from cachestream.worker.channel import Channel, Message
+from cachestream.worker.health import GiveUpError
 from cachestream.worker.job import Job
 from cachestream.worker.messages import FillStatus, Publication
 from cachestream.worker.passes import block_size
@@ -235,7 +236,7 @@ class Requests:
         return is_published
 
     def _check_fields(self, publication: Publication) -> None:
-        """Raise WorkerError if samples cannot replace those of another transform: a cache has one schema."""
+        """Raise GiveUpError if samples cannot replace those of another transform: a cache has one schema."""
         if self._planner.outdated is None or self._misfits < 0:
             return
         if publication.shards:
@@ -244,10 +245,11 @@ class Requests:
         failures = [one for one in publication.failures if one.kind == "schema"]
         self._misfits += sum(one.count for one in failures)
         if self._misfits >= _MISFITS:
-            raise WorkerError(
+            raise GiveUpError(
+                "",
                 f"the transform has changed, and makes samples with other fields than those cached ({failures[0].reason}), "
                 "which therefore cannot be replaced one by one: empty the cache ('cachestream clear'), or use another "
-                "directory"
+                "directory",
             )
 
     # --- what is done between messages
