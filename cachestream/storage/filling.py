@@ -43,7 +43,7 @@ class FillState:
     """The filling at one moment, as the catalogue records it.
 
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
-    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` the identity of the
+    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `data` the part of it that names the data, `transform` the identity of the
     last worker's transform. `positions_done` counts the finished positions of the last pass. `is_looking` is
     true while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that
     were drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if
@@ -54,6 +54,7 @@ class FillState:
     message: str
     traceback: str
     source: str | None
+    data: str | None
     transform: str | None
     labels: LabelNames | None
     schema_json: str | None
@@ -93,6 +94,7 @@ def fill_state(tables: Tables) -> FillState:
         message=str(meta.get("fill_message", "")),
         traceback=str(meta.get("fill_traceback", "")),
         source=meta.get("source"),
+        data=meta.get("data"),
         transform=meta.get("transform"),
         labels=None if labels is None else LabelNames(*json.loads(labels)),
         schema_json=meta.get("schema"),
@@ -212,8 +214,10 @@ class Filling:
 
     # --- passes
 
-    def adopt(self, source: str, labels: LabelNames, is_void: Callable[[FillState], bool]) -> FillState:
-        """Record `source` and `labels` as those of the cache, and return the state after that.
+    def adopt(
+        self, source: str, data: str, labels: LabelNames, is_void: Callable[[FillState], bool]
+    ) -> FillState:
+        """Record `source`, its `data` and `labels` as those of the cache, and return the state after that.
 
         If `is_void(state)`, the recorded progress is deleted first. If `is_void` raises, nothing changes.
         """
@@ -221,6 +225,7 @@ class Filling:
             if is_void(fill_state(tables)):
                 tables.forget_filling()
             tables.set_meta("source", source)
+            tables.set_meta("data", data)
             tables.set_meta("label_names", json.dumps([labels.count, labels.digest]))
             return fill_state(tables)
 

@@ -188,7 +188,7 @@ def describe_outdated(outdated: int, num_samples: int, *, is_replaced: bool = Fa
             "as they are)"
         )
     return (
-        f"the transform has changed (its code, or a value bound to it), and {outdated} of the {num_samples} cached "
+        f"the transform has changed (its code, a value bound to it, or an option such as resize=), and {outdated} of the {num_samples} cached "
         f"samples were made by another one; {then}"
     )
 

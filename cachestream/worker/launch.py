@@ -35,6 +35,7 @@ from cachestream.sources.base import (
     Source,
     as_incremental,
     listing_digest_of,
+    made_with,
     units_of,
     whole_units,
 )
@@ -58,7 +59,7 @@ from cachestream.worker.job import Job, Payload, pack
 from cachestream.worker.listings import has_plain_names
 from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
-from cachestream.worker.transform_identity import transform_identity
+from cachestream.worker.transform_identity import identity_of_samples, transform_identity
 from cachestream.worker.user_order import NAMED, check_order, kind_of
 
 if TYPE_CHECKING:
@@ -200,6 +201,9 @@ class WorkerOptions:
             self._check_group(cache, source_name, num_units)
         kind, weights, sampler = check_order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
+        options, state = made_with(source), cache.filling.state()
+        recorded = (state.transform or "") if state.source == fingerprint else ""
+        identity = identity_of_samples(transform_identity(transform), options, recorded)
         protocols: set[str] = set()
 
         def collect_protocol(value: Any) -> None:
@@ -237,10 +241,11 @@ class WorkerOptions:
             mix=tuple(source.whole_weights)
             if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
             else (),
-            transform=transform_identity(transform),
+            transform=identity,
             weights=weights,
             has_names=growing is None and has_plain_names(source),
             on_change=self.on_change,
+            data=fingerprint.removesuffix(options),
         )
 
     @property

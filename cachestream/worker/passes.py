@@ -175,7 +175,7 @@ def _adopt(cache: Cache, job: Job) -> FillState:
     labels = LabelNames(len(names), Names(names).digest)
 
     def is_void(state: FillState) -> bool:
-        if state.source not in (None, job.fingerprint):
+        if state.source not in (None, job.fingerprint) and state.data != job.data:
             if state.num_shards:
                 raise ConfigError(
                     f"the cache at {cache.path} was filled from another source ({state.source}, not "
@@ -189,7 +189,7 @@ def _adopt(cache: Cache, job: Job) -> FillState:
         # All samples were skipped: the cause may have been removed meanwhile.
         return not state.num_shards and not state.has_evicted
 
-    return cache.filling.adopt(job.fingerprint, labels, is_void)
+    return cache.filling.adopt(job.fingerprint, job.data, labels, is_void)
 
 
 def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:

@@ -255,10 +255,11 @@ def start_worker(
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
         share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
             away later. Else a warning says so, and each cache reads all of the remote.
-        on_change: what becomes of cached samples that another `transform` has made. "replace": their units are
-            read anew, shard by shard, and each sample is used until the new one takes its place; "keep": they
-            stay until they are evicted; "refuse": ConfigError. A running worker goes on with its own transform.
-            The caches of a group (`share=`) keep theirs.
+        on_change: what becomes of cached samples that another `transform` has made, or other options of the source
+            that make samples (`resize=`, `crop=`, `fields=`). "replace": their units are read anew, shard by
+            shard, and each sample is used until the new one takes its place; "keep": they stay until they are
+            evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a group
+            (`share=`) keep theirs.
         unknown: refused; the error suggests the right name.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
@@ -369,7 +370,7 @@ def _heed_change(cache: Cache, job: Job, *, is_running: bool) -> Job:
             f"{others} of the {state.num_samples} samples in it were made" if others else "a worker fills it"
         )
         raise ConfigError(
-            f"{cache.path}: {made} by another transform (its code differs, or a value bound to it), and "
+            f"{cache.path}: {made} by another transform (its code differs, a value bound to it, or an option such as resize=), and "
             "on_change='refuse': 'replace' has them read anew and 'keep' leaves them, once no worker runs; or give the "
             "transform of before, or another directory"
         )

@@ -277,3 +277,25 @@ def test_samples_are_replaced_whatever_the_order(cache: cs.Cache, order: Any) ->
     fill(cache, plus(0), 50, order=order, shard_size="20KB")
     fill(cache, plus(100), 50, order=order, shard_size="20KB")
     assert cache.status().outdated_samples == 0
+
+
+def test_samples_of_other_options_of_the_source_are_replaced_too(cache: cs.Cache, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    for i in range(10):
+        (tmp_path / "files" / f"{i}.json").write_text(f'{{"x": [{i}]}}')
+
+    def fill_with(default: int, **options: Any) -> set[int]:
+        source = cs.open_source(str(tmp_path / "files" / "*.json"), fields={"y": default})
+        with cs.start_worker(cache, source, num_workers=1, **options) as worker:
+            assert worker.wait(DEADLINE_S)
+        with cache.snapshot() as dataset:
+            assert len(dataset) == 10
+            return {int(dataset[i]["y"]) for i in range(10)}
+
+    assert fill_with(1) == {1}
+    assert fill_with(2, on_change="keep") == {1}
+    assert cache.status().outdated_samples == 10
+    with pytest.raises(cs.ConfigError, match="on_change='refuse'"):
+        fill_with(2, on_change="refuse")
+    assert fill_with(2) == {2}
+    assert cache.status().outdated_samples == 0
