@@ -127,12 +127,14 @@ def phase_now(fill: FillState, has_worker: bool) -> str:
 class PlannedPass:
     """A pass to begin or to extend: its `plan` (JSON), and its `length` in positions (None: endless).
 
-    `is_listing` while the listing may add units to it.
+    `is_listing` while the listing may add units to it. `again`: the positions of it that come besides one for
+    each unit, to replace samples of another transform.
     """
 
     plan: str
     length: int | None
     is_listing: bool
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,7 @@ class Filling:
             # In the same transaction, or the cache would still seem complete.
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))
+            tables.set_meta("again", planned.again)
             tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
 
     def replace_plan(self, row: PassRow, plan: str, length: int | None, *, is_listing: bool) -> None:

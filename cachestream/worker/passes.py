@@ -225,7 +225,8 @@ def _insert_pass(
     if plan.has_file:
         _save_order(cache, plan, listed)
     # Earlier failures of units are forgotten: they would count once in each pass.
-    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _UNIT_FAILURES)
+    planned = PlannedPass(plan.to_json(), plan.length, plan.growing, plan.again)
+    cache.filling.begin_pass(planned, _UNIT_FAILURES)
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:

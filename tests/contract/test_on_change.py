@@ -92,6 +92,9 @@ def test_samples_of_another_transform_are_replaced_and_never_in_an_epoch_in_two_
     with cs.start_worker(cache, source, transform=plus(100, 0.01), **options) as worker:
         (warning,) = warned()
         assert f"{NUM} of the {NUM} cached samples were made by another one; they are read anew" in warning
+        status = cache.status()
+        assert not status.outdated_samples or status.is_replacing
+        assert status.num_units == NUM
         epochs = watch(cache, worker)
         assert worker.wait(DEADLINE_S)
         assert values(cache) == NEW
