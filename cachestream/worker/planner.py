@@ -22,7 +22,7 @@ from cachestream.worker.cached_units import Held, KnownOrders
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
 from cachestream.worker.messages import Publication
-from cachestream.worker.order import END, PassPlan, intersection, is_whole
+from cachestream.worker.order import END, PassPlan, intersection
 from cachestream.worker.outdated import Outdated, pieces_of, whole_units
 from cachestream.worker.units import Unit
 
@@ -32,37 +32,6 @@ if TYPE_CHECKING:
 
 QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of
 _SEGMENT: Final = 65_536  # units that are planned at once, in some 20 ms: the supervisor has other work
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Units that are planned ahead: the unit at each of the `positions`, which ascend, and what is cached of it.
-
-    `held`: of all samples, or of those of each split. What is evicted after the planning comes again in a
-    later pass.
-    """
-
-    positions: IntArray
-    numbers: IntArray
-    held: Sequence[Held]
-
-    @property
-    def is_whole(self) -> npt.NDArray[np.bool_]:
-        """For each unit: True if all of it is cached."""
-        whole: npt.NDArray[np.bool_] = np.logical_and.reduce([one.whole for one in self.held])
-        return whole
-
-    def has(self, position: int) -> bool:
-        place = np.searchsorted(self.positions, position)
-        return bool(place < len(self.positions) and self.positions[place] == position)
-
-    def unit(self, position: int, first: int) -> Unit:
-        """The unit at one of the positions, of which all before the offset `first` is done."""
-        place = int(np.searchsorted(self.positions, position))
-        ranges = [one[place] for one in self.held]
-        parts = tuple(ranges) if len(ranges) > 1 else ()
-        cached = intersection(*ranges) if parts else ranges[0]
-        return Unit(position, int(self.numbers[place]), first, cached, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +45,48 @@ class Assignment:
     alone: bool = False
 
 
-NOTHING_PLANNED: Final = Segment(np.empty(0, np.int64), np.empty(0, np.int64), ())
+class Segment:
+    """Units that are planned ahead: those at `positions`, which ascend.
+
+    `held`: the samples that are cached of them: of all samples, or of those of each split. What is evicted
+    after the planning comes again in a later pass. `wanted`: the positions of units that are not all cached.
+    """
+
+    def __init__(self, positions: IntArray, numbers: IntArray, held: Sequence[Held]) -> None:
+        self.positions, self._numbers, self._held = positions, numbers, held
+        self._is_whole = np.logical_and.reduce([one.whole for one in held])
+        self.wanted: IntArray = positions[~self._is_whole]
+        self._in_part = {place for one in held for place in one.ranges}
+        self._in_part.update(np.flatnonzero(np.logical_or.reduce([one.whole for one in held])).tolist())
+
+    def has(self, positions: IntArray) -> npt.NDArray[np.bool_]:
+        """For each of `positions`: True if its unit is planned here."""
+        if not len(self.positions):
+            return np.zeros(len(positions), np.bool_)
+        places = np.minimum(np.searchsorted(self.positions, positions), len(self.positions) - 1)
+        found: npt.NDArray[np.bool_] = self.positions[places] == positions
+        return found
+
+    def units(self, taken: Sequence[tuple[int, int]]) -> list[tuple[Unit, bool]]:
+        """The units at positions, each with the offset before which all is done; True for one that is cached."""
+        places = np.searchsorted(self.positions, [position for position, _ in taken])
+        numbers, whole = self._numbers[places].tolist(), self._is_whole[places].tolist()
+        found = []
+        for (position, first), place, number, is_whole in zip(
+            taken, places.tolist(), numbers, whole, strict=True
+        ):
+            if place not in self._in_part:
+                found.append((Unit(position, number, first), False))
+                continue
+            ranges = [one[place] for one in self._held]
+            parts = tuple(ranges) if len(ranges) > 1 else ()
+            cached = intersection(*ranges) if parts else ranges[0]
+            found.append((Unit(position, number, first, cached, parts), is_whole))
+        return found
+
+
+_NONE: Final = np.empty(0, np.int64)
+NOTHING_PLANNED: Final = Segment(_NONE, _NONE, [Held(np.empty(0, np.bool_), {})])
 
 
 class Planner:
@@ -160,12 +170,11 @@ class Planner:
 
     def _ahead(self, start: int, most: int) -> tuple[list[int], int]:
         """The next positions that are not cached, of the segment that begins at or before `start`."""
-        if not self._next.has(start):
+        if not self._next.has(np.array([start])).all():
             stop = min(start + _SEGMENT, self._queue.length or END)
             self._next = self._planned(np.arange(start, stop))
-        positions = self._next.positions
-        wanted = positions[(positions >= start) & ~self._next.is_whole][:most].tolist()
-        stop = wanted[-1] + 1 if len(wanted) == most else int(positions[-1]) + 1
+        wanted = self._next.wanted[np.searchsorted(self._next.wanted, start) :][:most].tolist()
+        stop = wanted[-1] + 1 if len(wanted) == most else int(self._next.positions[-1]) + 1
         if stop - start > len(wanted):
             self.is_dirty = self.passed_over = True
         return wanted, stop
@@ -202,7 +211,7 @@ class Planner:
 
     def _give_up(self, owner: int, suspect: Suspect) -> None:
         """Leave out a unit that has killed too many processes."""
-        (taken,) = self._units([self._queue.take_at(owner, suspect.position)])
+        ((taken, _),) = self._units([self._queue.take_at(owner, suspect.position)])
         self._queue.finish(owner, suspect.position)
         del self._suspects[suspect.position]
         reason = f"reading it {suspect.reason}, again and again"
@@ -212,8 +221,8 @@ class Planner:
     def _wanted(self, owner: int, taken: Sequence[tuple[int, int]]) -> list[Unit]:
         """The units at the positions `taken`, but for those that the cache holds already."""
         wanted = []
-        for unit in self._units(taken):
-            if unit.cached and is_whole(unit.cached):
+        for unit, is_cached in self._units(taken):
+            if is_cached:
                 self._queue.finish(owner, unit.position)
                 self._suspects.pop(unit.position, None)
                 self.is_dirty = self.passed_over = True
@@ -221,16 +230,20 @@ class Planner:
                 wanted.append(unit)
         return wanted
 
-    def _units(self, taken: Sequence[tuple[int, int]]) -> list[Unit]:
-        if not all(self._next.has(position) or self._again.has(position) for position, _ in taken):
+    def _units(self, taken: Sequence[tuple[int, int]]) -> list[tuple[Unit, bool]]:
+        """The units at the positions `taken`, in their order; True for one that is cached by now."""
+        positions = np.array([position for position, _ in taken], np.int64)
+        is_next = self._next.has(positions)
+        before = [one for one, is_ahead in zip(taken, is_next.tolist(), strict=True) if not is_ahead]
+        if not before:
+            return self._next.units(taken)
+        if not self._again.has(positions[~is_next]).all():
             # They were handed out before: by another supervisor, or by a group of caches.
             waiting = chain.from_iterable(range(start, stop) for start, _, stop in self._queue.waiting)
-            positions = chain((position for position, _ in taken), islice(waiting, _SEGMENT))
-            self._again = self._planned(np.unique(np.fromiter(positions, np.int64)))
-        return [
-            (self._next if self._next.has(position) else self._again).unit(position, first)
-            for position, first in taken
-        ]
+            planned = chain(positions[~is_next].tolist(), islice(waiting, _SEGMENT))
+            self._again = self._planned(np.unique(np.fromiter(planned, np.int64)))
+        ahead = [one for one, is_ahead in zip(taken, is_next.tolist(), strict=True) if is_ahead]
+        return self._again.units(before) + self._next.units(ahead)
 
     def _grow(self) -> bool:
         """Extend a pass whose listing goes on by what was listed since; False if nothing was."""

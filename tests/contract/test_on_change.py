@@ -141,7 +141,9 @@ def test_a_sample_that_is_read_anew_is_read_once_and_what_was_never_read_comes_a
         assert worker.wait(DEADLINE_S)
     indices = Path(str(read) + "2").read_text().split()
     assert sorted(map(int, indices)) == list(range(NUM)), "each once"
-    assert set(indices[: len(old)]) == old, "the outdated ones first"
+    assert old <= set(indices[: len(old) + 20]), (
+        "the outdated ones first, but for those that are read beside them"
+    )
     assert values(cache) == NEW
 
 
