@@ -340,20 +340,19 @@ class Cache:
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, damage = finding.partition(": ")
         is_missing = not os.path.lexists(path)
-        with self.reservations.evictor("quarantine") as owner:
-            with self.catalogue.transaction() as tables:
-                row = tables.execute("SELECT num_samples FROM whole WHERE id = ?", (shard_id,)).fetchone()
-                if row is None:
-                    return  # evicted, or quarantined by another rank
-                tables.doom([shard_id], owner)
-                # In the transaction that deletes the row: an uncounted loss would not be fetched again.
-                tables.add("evicted_shards", 1)
-                tables.add("quarantined", int(not is_missing))
-                tables.add_failure("quarantined", damage or "damaged", row[0], where)
-                limit_bytes = tables.settings.size_limit
-            move_aside(self.directory, path, limit_bytes)
-            with self.catalogue.transaction() as tables:
-                tables.forget([shard_id])
+        with self.catalogue.transaction() as tables:
+            row = tables.execute("SELECT num_samples FROM whole WHERE id = ?", (shard_id,)).fetchone()
+            if row is None:
+                return  # evicted, or quarantined by another rank
+            tables.doom([shard_id])
+            # In the transaction that deletes the row: an uncounted loss would not be fetched again.
+            tables.add("evicted_shards", 1)
+            tables.add("quarantined", int(not is_missing))
+            tables.add_failure("quarantined", damage or "damaged", row[0], where)
+            limit_bytes = tables.settings.size_limit
+        move_aside(self.directory, path, limit_bytes)
+        with self.catalogue.transaction() as tables:
+            tables.forget([shard_id])
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -406,7 +405,6 @@ class Cache:
             with translated_disk_errors(self.path, "clearing it"):
                 for name in os.listdir(directory.quarantine):
                     remove_if_there(os.path.join(directory.quarantine, name))
-                remove_if_there(os.path.join(self.path, "catalogue.damaged"))
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again.

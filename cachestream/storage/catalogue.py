@@ -19,7 +19,7 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
@@ -61,29 +61,12 @@ _STATEMENTS: Final = (
 )
 
 
-class Revision(NamedTuple):
-    """A state of the catalogue. Two equal revisions mean that nothing was committed in between.
-
-    `openings` counts those of this process; `others` is SQLite's count of commits by other connections, and
-    `own` that of commits by this one.
-    """
-
-    openings: int
-    others: int
-    own: int
-
-    def after_one(self) -> Revision:
-        """The state after one more transaction of this process, and none of another."""
-        return self._replace(own=self.own + 1)
-
-
 class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
-    A file that another process has put in its place is opened instead of the old one. A missing one is waited
-    for, `patience_s` at most, and while `is_mended()` also one that is damaged or cannot be read. After that
-    such a file raises CatalogueDamagedError or DiskFailedError: whoever opens the cache, or supervises it,
-    rebuilds a damaged one.
+    A file that another process has put in its place is opened instead of the old one. One that is missing,
+    damaged or cannot be read raises CatalogueDamagedError or DiskFailedError, while `is_mended()` after
+    `patience_s`: whoever opens the cache, or supervises it, rebuilds it.
 
     A connection belongs to the process that opened it. No transaction is open while the process forks: SQLite
     keeps account of its POSIX locks in memory, so a child would believe that it holds its parent's locks. The
@@ -102,7 +85,7 @@ class Catalogue:
         self._read_only = False
         self._troubled_s: float | None = None  # since when it has been missing, damaged or unreadable
         self._local = threading.local()
-        self._openings = self._commits = 0
+        self._commits = 0
         with _fork_lock:
             _catalogues.add(self)
 
@@ -209,13 +192,6 @@ class Catalogue:
                         self.close()  # it could not roll back; the next connection does, from the journal
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
-    def revision(self) -> Revision:
-        """The current revision; every commit, by any process, changes it. Not within a transaction."""
-        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
-            # data_version counts the commits of other connections.
-            others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
-            return Revision(self._openings, others, self._commits)
-
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""
         with self._lock:
@@ -252,11 +228,7 @@ class Catalogue:
 
     def may_be_mended(self) -> bool:
         """Return whether this thread should wait for a worker to mend the file."""
-        return not self._is_hurried and self.is_mended()
-
-    @property
-    def _is_hurried(self) -> bool:
-        return getattr(self._local, "is_hurried", False)
+        return not getattr(self._local, "is_hurried", False) and self.is_mended()
 
     def _readable(self, *, patient: bool, timeout_s: float) -> sqlite3.Connection:
         """The connection, once the file can be read.
@@ -273,15 +245,12 @@ class Catalogue:
                 return connection
             except (CatalogueDamagedError, DiskFailedError):
                 self.close()  # SQLite may keep what it has read
-                if not patient or time.monotonic() >= self._deadline_s() or not self.may_be_mended():
+                # The end of the patience with the present trouble, which all uses of the catalogue share.
+                self._troubled_s = self._troubled_s or time.monotonic()
+                is_over = time.monotonic() >= self._troubled_s + self.patience_s
+                if not patient or is_over or not self.may_be_mended():
                     raise
             time.sleep(_POLL_S)  # bounded by the deadline
-
-    def _deadline_s(self) -> float:
-        """The end of the patience with the present trouble, which all uses of the catalogue share."""
-        if self._troubled_s is None:
-            self._troubled_s = time.monotonic()
-        return self._troubled_s + self.patience_s
 
     def _allocate_journal(self) -> None:
         """Extend a journal below `JOURNAL_BYTES` by zeros, which SQLite overwrites. Requires the write lock.
@@ -303,20 +272,14 @@ class Catalogue:
             self.close()
         if self._connection is None:
             self._connection = self._open()
-            self._openings += 1
         return self._connection
 
     def _open(self) -> sqlite3.Connection:
-        while (identity := file_identity(self.path)) is None:
-            self.identity = None  # another file may have the inode of one that is gone
+        self.identity = file_identity(self.path)  # another file may have the inode of one that is gone
+        if self.identity is None:
             if not os.path.isdir(os.path.dirname(self.path)):
                 raise disk_error(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-            if self._is_hurried or time.monotonic() >= self._deadline_s():
-                raise CatalogueDamagedError(
-                    f"{self.path} is missing; run 'cachestream verify CACHE --repair'"
-                )
-            time.sleep(_POLL_S)  # bounded by the deadline
-        self.identity = identity
+            raise CatalogueDamagedError(f"{self.path} is missing; run 'cachestream verify CACHE --repair'")
         # Not tested by opening the file: the close would drop the locks of this process's other connections.
         is_writable = os.access(self.path, os.W_OK, effective_ids=True)
         self._read_only = not is_writable or other_owner(self._directory.root) is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
-from cachestream.linux import boot_id, kind_of, move, other_owner, remove
+from cachestream.linux import boot_id, kind_of, move, other_owner
 from cachestream.schema import Span, spans_of
 from cachestream.shard_format import SUFFIX
 from cachestream.storage.catalogue import Catalogue
@@ -24,7 +24,6 @@ from cachestream.storage.layout import (
     accounted_bytes,
     bytes_below,
     move_aside,
-    overhead_bytes,
     remove_if_there,
     size_of_file,
 )
@@ -55,10 +54,7 @@ _OPEN_TIMEOUT_S: Final = 60.0
 
 
 def open_catalogue(directory: Directory) -> Catalogue:
-    """Return the catalogue of `directory`, created or rebuilt if need be.
-
-    A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
-    """
+    """Return the catalogue of `directory`, created or rebuilt if need be."""
     catalogue = Catalogue(directory.catalogue)
     if _trouble(directory, catalogue) is not None:
         rebuild_catalogue(directory, catalogue)
@@ -153,32 +149,13 @@ def rebuild_catalogue(
         write_settings(directory, settings)
         new.create(fill)
         new.close()
-        _set_aside(directory, settings.size_limit)
+        # SQLite would apply the old journal to the new catalogue. The old file stays until the new one takes its
+        # place: whoever reads meanwhile finds a damaged file, and not none.
+        for path in (new.path + "-journal", catalogue.path + "-journal"):
+            remove_if_there(path)
+        if kind_of(catalogue.path) is not None:  # a directory, which no file can replace
+            remove_if_there(catalogue.path)
         move(new.path, catalogue.path)
-        remove_if_there(new.path + "-journal")
-
-
-def _set_aside(directory: Directory, limit_bytes: int) -> None:
-    """Give a damaged catalogue another name too, unless the cache is too full to keep it.
-
-    It stays in its place until the new one takes that: whoever reads meanwhile finds a damaged file, and not
-    none.
-    """
-    aside = os.path.join(directory.root, "catalogue.damaged")
-    with translated_disk_errors(directory.catalogue, "putting it aside"):
-        if os.path.lexists(directory.catalogue):
-            remove_if_there(aside)
-            # A journal may become as large as the catalogue.
-            used_bytes = overhead_bytes(directory) + size_of_file(directory.catalogue)
-            if used_bytes + bytes_below(directory.shards) > limit_bytes:
-                if kind_of(directory.catalogue) is not None:  # a directory, which no file can replace
-                    remove(directory.catalogue)
-            else:
-                try:
-                    os.link(directory.catalogue, aside, follow_symlinks=False)
-                except OSError:  # of a directory, or on a filesystem where a file has one name
-                    move(directory.catalogue, aside)
-        remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
 
 
 def _enter_shards(directory: Directory, tables: Tables, last_id: int) -> None:

@@ -129,9 +129,9 @@ class Reservations:
         self.policy = policy
         self.leases = Leases(directory.leases)
         self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
-        # Reservations that could not be released, for lack of space or a disk error, and their owner. No
-        # other process clears them while the owner lives.
-        self._unreleased: dict[int, str] = {}
+        # Reservations that could not be released, for lack of space or a disk error. No other process clears
+        # them while their owner lives.
+        self._unreleased: set[int] = set()
 
     def hold(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
@@ -187,7 +187,7 @@ class Reservations:
         `spare_unused`, those that no epoch has used: they would have been fetched for nothing. The caller
         then writes the file, and turns the reservation into a shard or cancels it.
         """
-        self.clear_dead(owner)
+        self.clear_dead()
         ranking: list[int] = []
         if may_evict:
             ranking = self.rank(lambda room: room.free_bytes < size_bytes, used_only=spare_unused)
@@ -201,26 +201,25 @@ class Reservations:
             if short_bytes > sum(row.size_bytes for row in victims):
                 return None
             shard_id = tables.reserve(size_bytes, owner)
-            self._doom(tables, victims, owner)
+            self._doom(tables, victims)
         try:
-            self._unlink([row.id for row in victims], owner)
+            self._unlink([row.id for row in victims])
         except BaseException:
             self.cancel(shard_id, owner)
             raise
         return shard_id
 
     def cancel(self, shard_id: int, owner: str) -> None:
-        """Remove the files of a reservation, then the reservation. A published shard stays.
+        """Give a reservation up, and remove its files. A published shard stays.
 
         If this fails, it is retried before this process gets another reservation.
         """
-        with self._retried_later([shard_id], owner):
-            with self._catalogue.reading() as tables:
-                if shard_id not in {row.id for row in tables.unfinished()}:
-                    return  # interrupted after the commit
-            self._remove_files([shard_id])
-            with self._catalogue.transaction() as tables:
-                tables.forget([shard_id])
+        self._unreleased.add(shard_id)
+        with self._catalogue.reading() as tables:
+            is_reserved = (shard_id, owner) in {(row.id, row.owner) for row in tables.unfinished()}
+        if is_reserved:  # not interrupted after the commit
+            self._unlink([shard_id])
+        self._unreleased.discard(shard_id)
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
@@ -236,46 +235,29 @@ class Reservations:
                 freed_bytes += one_bytes
 
     def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None, at_most: int | None = None) -> int:
-        with self.evictor("evict") as owner:
-            self.clear_dead(owner)
-            ranking: list[int] = []
-            if policy is None:
-                ranking = self.rank(
-                    lambda room: room.used_bytes > (room.limit_bytes if to_bytes is None else to_bytes),
-                    spare_held_out=False,
-                )
-            with self._catalogue.transaction() as tables:
-                usage, leased = self.measure(), self.leases.live(clear=True).merged()
-                room = room_in(tables, usage)
-                surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-                surplus_bytes -= tables.bytes_in(DOOMED)  # other processes are unlinking as much
-                policy = policy or self.policy(tables)
-                victims = _victims(tables, policy, ranking, leased, surplus_bytes, spare_held_out=False)
-                victims = victims[:at_most]
-                self._doom(tables, victims, owner)
-                if victims:
-                    tables.resume_filling()
-            self._unlink([row.id for row in victims], owner)
+        self.clear_dead()
+        ranking: list[int] = []
+        if policy is None:
+            ranking = self.rank(
+                lambda room: room.used_bytes > (room.limit_bytes if to_bytes is None else to_bytes),
+                spare_held_out=False,
+            )
+        with self._catalogue.transaction() as tables:
+            usage, leased = self.measure(), self.leases.live(clear=True).merged()
+            room = room_in(tables, usage)
+            surplus_bytes = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+            surplus_bytes -= tables.bytes_in(DOOMED)  # other processes are unlinking as much
+            policy = policy or self.policy(tables)
+            victims = _victims(tables, policy, ranking, leased, surplus_bytes, spare_held_out=False)
+            victims = victims[:at_most]
+            self._doom(tables, victims)
+            if victims:
+                tables.resume_filling()
+        self._unlink([row.id for row in victims])
         return sum(row.size_bytes for row in victims)
 
-    @contextlib.contextmanager
-    def evictor(self, what: str) -> Iterator[str]:
-        """The name under which this process removes shards, while the block runs.
-
-        On a disk without free inodes no file keeps it: then another process may remove the same ones, too.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                name = stack.enter_context(Owner.temporary(self._directory, what)).name
-            except CacheFullError:
-                name = f"{what}-{secrets.token_hex(6)}"
-            yield name
-
-    def clear_dead(self, owner: str | None = None) -> None:
-        """Remove the leases and reservations of dead processes, and what this process failed to release.
-
-        Runs in the name of `owner`, or of a temporary one.
-        """
+    def clear_dead(self) -> None:
+        """Remove the leases and reservations of dead processes, and what nobody has finished to remove."""
         with translated_disk_errors(self._directory.leases, "listing it"):
             names = os.listdir(self._directory.leases)
         for name in names:
@@ -283,22 +265,16 @@ class Reservations:
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
             unfinished = tables.unfinished()
+        doomed = [row.id for row in unfinished if row.state == DOOMED]
+        reserved = [(row.id, row.owner) for row in unfinished if row.state == RESERVED]
         # The name of a dead owner is never used again.
-        owners = {row.owner for row in unfinished}
-        dead = {name for name in owners if not is_held(self._directory.owner_file(name))}
-        abandoned = [
-            row for row in unfinished if row.owner in dead or self._unreleased.get(row.id) == row.owner
-        ]
-        if not abandoned:
-            return
-        with contextlib.ExitStack() as stack:
-            if owner is None:
-                owner = stack.enter_context(self.evictor("clear"))
-            # An owner may have published its shard before it ended. Transferred, not deleted: the bytes count
-            # until the files are removed, even if this process dies before that.
+        dead = {name for _, name in reserved if not is_held(self._directory.owner_file(name))}
+        if abandoned := [one for one in reserved if one[1] in dead or one[0] in self._unreleased]:
+            # An owner may have published its shard before it ended.
             with self._catalogue.transaction() as tables:
-                taken = tables.bury(abandoned, owner)
-            self._unlink(taken, owner)
+                doomed += tables.bury(abandoned)
+            self._unreleased.difference_update(shard_id for shard_id, _ in abandoned)
+        self._unlink(doomed)
 
     def rank(
         self,
@@ -322,44 +298,29 @@ class Reservations:
             rows = [row for row in _outside(leased, tables.shards(used_only=used_only)) if row.id not in kept]
         return [row.id for row in chosen_by(policy, rows)]
 
-    def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
+    def _doom(self, tables: Tables, victims: list[ShardRow]) -> None:
         if not victims:
             return
         replaced = tables.shard_ids(REPLACED)  # which are no loss
-        tables.doom((row.id for row in victims), owner)
+        tables.doom(row.id for row in victims)
         lost = [row for row in victims if row.id not in replaced]
         tables.add("evicted_shards", len(lost))
         tables.add("evicted_samples", sum(row.num_samples for row in lost))
         tables.add("evicted_unused_samples", sum(row.num_samples for row in lost if not row.uses))
 
-    def _unlink(self, doomed: list[int], owner: str) -> None:
-        """Remove the files of doomed reservations of `owner`, and only then the reservations."""
+    def _unlink(self, doomed: list[int]) -> None:
+        """Remove the files of doomed shards and of reservations, and only then their rows."""
         if not doomed:
             return
-        with self._retried_later(doomed, owner):
-            self._remove_files(doomed)
-            with self._catalogue.transaction() as tables:
-                tables.forget(doomed)
-
-    @contextlib.contextmanager
-    def _retried_later(self, shard_ids: list[int], owner: str) -> Iterator[None]:
-        """Note the reservations that are released in this block, for `clear_dead` to retry if that fails."""
-        try:
-            yield
-        except BaseException:
-            self._unreleased.update((shard_id, owner) for shard_id in shard_ids)
-            raise
-        for shard_id in shard_ids:
-            self._unreleased.pop(shard_id, None)
-
-    def _remove_files(self, shard_ids: list[int]) -> None:
-        for shard_id in shard_ids:
+        for shard_id in doomed:
             for path in (
                 self._directory.temporary_shard(shard_id),
                 shard_path(self._directory.root, shard_id),
             ):
                 with translated_disk_errors(path, "removing it"):
                     remove_if_there(path)
+        with self._catalogue.transaction() as tables:
+            tables.forget(doomed)
 
 
 def room_in(tables: Tables, usage: DiskUsage) -> Room:

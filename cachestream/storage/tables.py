@@ -7,8 +7,8 @@ file is gone:
         │                └─────▶ replaced ──────────────────▲
         └────────────────────────────bury───────────────────┘
 
-A reserved row is a file that its owner may be writing; a doomed one, a file that its owner removes. What a
-dead owner leaves in either state is buried by whoever finds it. A retiring shard is cached like a live one,
+A reserved row is a file that its owner may be writing; what a dead owner leaves is buried by whoever finds it.
+A doomed one is a file that whoever finds it removes. A retiring shard is cached like a live one,
 but joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is cached for
 the epochs that lease it, and otherwise only takes space.
 """
@@ -63,7 +63,7 @@ _MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A shard that is being written (reserved) or removed (doomed), by `owner`."""
+    """A shard that is being written (reserved), by `owner`, or removed (doomed)."""
 
     id: int
     state: str
@@ -219,22 +219,22 @@ class Tables(ProgressTables):
         """Have all retiring shards be live again."""
         self.execute("UPDATE shards SET state = ? WHERE state = ?", (LIVE, RETIRING))
 
-    def doom(self, shard_ids: Iterable[int], owner: str) -> None:
-        """Take shards out of the cache; `owner` removes their files, and forgets them then."""
+    def doom(self, shard_ids: Iterable[int]) -> None:
+        """Take shards out of the cache; their rows are to be forgotten when their files are removed."""
         self.executemany(
-            "UPDATE shards SET state = ?, owner = ? WHERE id = ? AND state IN (?, ?, ?)",
-            [(DOOMED, owner, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
+            "UPDATE shards SET state = ? WHERE id = ? AND state IN (?, ?, ?)",
+            [(DOOMED, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
         )
 
-    def bury(self, dead: Iterable[FileRow], owner: str) -> list[int]:
-        """Doom what the owners of `dead` still have, for `owner` to remove; return the ids."""
+    def bury(self, reserved: Iterable[tuple[int, str]]) -> list[int]:
+        """Doom reservations, (id, owner) each, that are still their owner's; return the ids."""
         taken = []
-        for row in dead:
+        for shard_id, owner in reserved:
             cursor = self.execute(
-                "UPDATE shards SET state = ?, owner = ? WHERE id = ? AND owner = ? AND state = ?",
-                (DOOMED, owner, row.id, row.owner, row.state),
+                "UPDATE shards SET state = ?, owner = '' WHERE id = ? AND owner = ? AND state = ?",
+                (DOOMED, shard_id, owner, RESERVED),
             )
-            taken += [row.id] * cursor.rowcount
+            taken += [shard_id] * cursor.rowcount
         return taken
 
     def forget(self, shard_ids: Iterable[int]) -> None:

@@ -256,7 +256,7 @@ def test_a_writer_of_several_shards_gives_back_what_was_reserved_for_each(
     written = [write_shard(cache.directory, *one) for one in zip(reserved, headers, shards, strict=True)]
     with monkeypatch.context() as patch:
         patch.setattr(Publisher, "_enter", full)
-        patch.setattr(Reservations, "_remove_files", full)
+        patch.setattr(Reservations, "_unlink", full)
         with pytest.raises(CacheFullError):
             publisher.commit(written, 0, (), Progress())
     assert publish(cache, content(20), owner=owner.name) is not None

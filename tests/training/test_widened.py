@@ -65,7 +65,7 @@ def test_the_field_stays_one_of_floats_whichever_shards_are_evicted(cache: Cache
         epoch(loader)
     with cache.catalogue.transaction() as tables:
         ids = sorted(tables.shard_ids())
-        tables.doom(ids[2:] if left == "integers" else ids[:2], "")
+        tables.doom(ids[2:] if left == "integers" else ids[:2])
     add_scores(cache, [100])
     with EpochLoader(cache, 1) as loader:
         assert epoch(loader) == ({torch.float64}, [*(INTEGERS if left == "integers" else FLOATS), 100.0])
