@@ -332,7 +332,10 @@ class Tables(ProgressTables):
             f"SELECT id, num_samples, size_bytes, pass_id, spans FROM live WHERE {_OF_OTHERS} ORDER BY id"
         )
         rows = self.execute(question, _others(identity)).fetchall()
-        return [OutdatedShard(*row, _unpack_spans([blob])) for *row, blob in rows]
+        return [
+            OutdatedShard(shard_id, num_samples, size_bytes, pass_id, _unpack_spans([blob]))
+            for shard_id, num_samples, size_bytes, pass_id, blob in rows
+        ]
 
     def spans(self, part: int = WHOLE, identity: str = "") -> dict[int, IntArray]:
         """The spans of each pass that the shards hold: pass id → `span_array`.

@@ -303,14 +303,11 @@ class Planner:
             return []
         assert self.plan is not None
         units = self.outdated.units
-        held = self.orders.held(self.plan, units)
-        ranges = [
-            (unit, *one)
-            for found in held
-            for place, unit in enumerate(units.tolist())
-            for one in found[place]
-        ]
-        return self.outdated.holding(np.array(ranges, np.int64).reshape(-1, 3))
+        pieces = []
+        for held in self.orders.held(self.plan, units):
+            parts = [(int(units[place]), *one) for place, ranges in held.ranges.items() for one in ranges]
+            pieces += [whole_units(units[held.whole]), np.array(parts, np.int64).reshape(-1, 3)]
+        return self.outdated.holding(np.concatenate(pieces))
 
     def forget_outdated(self, shard_ids: Sequence[int], num_samples: int = 0) -> None:
         """Note that these outdated shards have left the cache, as `num_samples` new samples came."""

@@ -158,8 +158,7 @@ def test_a_worker_that_is_killed_goes_on_replacing_where_it_was(cache: cs.Cache)
             status = cache.status().worker
             if least and status is not None:
                 os.kill(status.pid, signal.SIGKILL)
-                with pytest.raises(cs.WorkerError):
-                    worker.stop() or worker.wait(DEADLINE_S)
+                worker.stop()  # nobody is to replace it here
             elif not least:
                 assert worker.wait(DEADLINE_S)
         assert all(found in (OLD[key], NEW[key]) for key, found in values(cache).items())
@@ -219,7 +218,8 @@ def test_units_of_many_samples_are_replaced_as_they_come(cache: cs.Cache, tmp_pa
         return cs.open_source(str(tmp_path / "{0..3}.tar"))
 
     def transform(k: int) -> Any:
-        return lambda sample: {"x": sample["x.npy"] + k} if time.sleep(0.005) is None else None
+        slow = plus(k, 0.005)
+        return lambda sample: slow({"x": sample["x.npy"]})
 
     options: dict[str, Any] = {"num_workers": 1, "shard_size": "15KB"}
     with cs.start_worker(cache, source(), transform=transform(0), **options) as worker:
