@@ -119,6 +119,9 @@ def worker(
     seed: Annotated[int, typer.Option(help="The seed of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
+    on_change: Annotated[
+        str, typer.Option(help="Samples that another transform made: replace, keep or refuse.")
+    ] = "replace",
     partition: PartitionOption = None,
     holdout: HoldoutOption = None,
     engine: Annotated[str, typer.Option(help="local, or ray: actors of a Ray cluster read.")] = "local",
@@ -156,6 +159,7 @@ def worker(
         "seed": seed,
         "bandwidth_limit": bandwidth_limit,
         "when_full": when_full,
+        "on_change": on_change,
         "engine": engine,
         "ray_options": pairs_of(ray_option or (), "--ray-option"),
         "share": share,

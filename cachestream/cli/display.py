@@ -132,12 +132,16 @@ def status_view(status: CacheStatus, rates: Rates | None = None) -> RenderableTy
     return Group(head, grid)
 
 
+def _describe_outdated(status: CacheStatus) -> str:
+    return describe_outdated(status.outdated_samples, status.num_samples, is_replaced=status.is_replacing)
+
+
 def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, RenderableType]]:
     messages = (
         (status.fill_message, "red" if status.fill_state == "failed" else ""),
         (status.disk_message, "red"),
         (status.remote_message, "yellow"),
-        (describe_outdated(status.outdated_samples, status.num_samples), "yellow"),
+        (_describe_outdated(status), "yellow"),
     )
     yield from (("", Text(message, style)) for message, style in messages if message)
     yield "cache", _with_bar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
@@ -316,7 +320,7 @@ def say(line: str) -> None:
 def say_result(status: CacheStatus) -> None:
     """Show the result of filling, with the reason where samples are missing."""
     say(one_line(status))
-    if outdated := describe_outdated(status.outdated_samples, status.num_samples):
+    if outdated := _describe_outdated(status):
         say(outdated)
     if told := describe_skipped(status.failures):
         say(f"{told}; all reasons: cachestream status {status.path}")

@@ -55,6 +55,14 @@ class Source(Protocol):
         ...
 
 
+def made_with(source: Source) -> str:
+    """The end of the fingerprint that says how samples are made of the data (the size of images, the defaults of
+    fields), where the source tells it; else "".
+    """
+    found: object = getattr(source, "made_with", "")
+    return found if isinstance(found, str) and source.fingerprint.endswith(found) else ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Samples in columns: sample i is a dict of value i of every field.

@@ -101,6 +101,7 @@ class FilesSource:
         of_folders = () if self._folders is None else self._folders.names
         format.check(Files(self._files, self._kept), of_folders)
         self.fingerprint = f"{format.name}:" + "|".join(self._identity())
+        self.made_with = "".join(f"|{part}" for part in (*format.images.identity, *self._defaults.identity))
         self._set_parts()
 
     def _identity(self) -> tuple[str, ...]:

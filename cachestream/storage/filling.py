@@ -15,7 +15,7 @@ import numpy as np
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, Span, span_array
 from cachestream.storage.progress import PassRow
-from cachestream.storage.tables import LIVE, RETIRING, FailureRow
+from cachestream.storage.tables import LIVE, RETIRING, FailureRow, OutdatedShard
 
 if TYPE_CHECKING:
     from cachestream.storage.catalogue import Catalogue
@@ -43,7 +43,7 @@ class FillState:
     """The filling at one moment, as the catalogue records it.
 
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
-    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` the identity of the
+    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `data` the part of it that names the data, `transform` the identity of the
     last worker's transform. `positions_done` counts the finished positions of the last pass. `is_looking` is
     true while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that
     were drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if
@@ -54,6 +54,7 @@ class FillState:
     message: str
     traceback: str
     source: str | None
+    data: str | None
     transform: str | None
     labels: LabelNames | None
     schema_json: str | None
@@ -93,6 +94,7 @@ def fill_state(tables: Tables) -> FillState:
         message=str(meta.get("fill_message", "")),
         traceback=str(meta.get("fill_traceback", "")),
         source=meta.get("source"),
+        data=meta.get("data"),
         transform=meta.get("transform"),
         labels=None if labels is None else LabelNames(*json.loads(labels)),
         schema_json=meta.get("schema"),
@@ -125,12 +127,14 @@ def phase_now(fill: FillState, has_worker: bool) -> str:
 class PlannedPass:
     """A pass to begin or to extend: its `plan` (JSON), and its `length` in positions (None: endless).
 
-    `is_listing` while the listing may add units to it.
+    `is_listing` while the listing may add units to it. `again`: the positions of it that come besides one for
+    each unit, to replace samples of another transform.
     """
 
     plan: str
     length: int | None
     is_listing: bool
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,11 @@ class Filling:
         with self._catalogue.reading() as tables:
             return tables.samples_of_others(identity)
 
+    def outdated(self, identity: str) -> list[OutdatedShard]:
+        """The shards that `samples_of_others` counts, by id."""
+        with self._catalogue.reading() as tables:
+            return tables.outdated(identity)
+
     def fields_of_several_shapes(self) -> list[str]:
         """The names of the fields that have one shape in each shard, and not the same in all."""
         with self._catalogue.reading() as tables:
@@ -207,8 +216,10 @@ class Filling:
 
     # --- passes
 
-    def adopt(self, source: str, labels: LabelNames, is_void: Callable[[FillState], bool]) -> FillState:
-        """Record `source` and `labels` as those of the cache, and return the state after that.
+    def adopt(
+        self, source: str, data: str, labels: LabelNames, is_void: Callable[[FillState], bool]
+    ) -> FillState:
+        """Record `source`, its `data` and `labels` as those of the cache, and return the state after that.
 
         If `is_void(state)`, the recorded progress is deleted first. If `is_void` raises, nothing changes.
         """
@@ -216,6 +227,7 @@ class Filling:
             if is_void(fill_state(tables)):
                 tables.forget_filling()
             tables.set_meta("source", source)
+            tables.set_meta("data", data)
             tables.set_meta("label_names", json.dumps([labels.count, labels.digest]))
             return fill_state(tables)
 
@@ -232,6 +244,7 @@ class Filling:
             # In the same transaction, or the cache would still seem complete.
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))
+            tables.set_meta("again", planned.again)
             tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
 
     def replace_plan(self, row: PassRow, plan: str, length: int | None, *, is_listing: bool) -> None:
@@ -250,17 +263,17 @@ class Filling:
             return tables.earlier_pass(plan, length)
 
     def cached_spans(
-        self, parse: Callable[[str], Plan], parts: Sequence[int] | None = None
+        self, parse: Callable[[str], Plan], parts: Sequence[int] | None = None, identity: str = ""
     ) -> CachedSpans[Plan]:
         """The spans that the shards hold, for each of `parts` (default: all of the cache's splits).
 
-        `parse` reads the plan of a pass.
+        `parse` reads the plan of a pass. With the `identity` of a transform, shards of others are left out.
         """
         with self._catalogue.reading() as tables:
             if parts is None:
                 parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
             source, passes = tables.meta("source"), tables.passes()
-            spans = tuple(tables.spans(part) for part in parts)
+            spans = tuple(tables.spans(part, identity) for part in parts)
         return CachedSpans(source, {row.id: parse(row.plan) for row in passes}, spans)
 
     def shard_ids(self) -> set[int]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import bisect
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cachestream.storage.os_errors import CatalogueDamagedError
 
 OpenRange = tuple[int, int, int]  # position, offset, stop: of the first unit all before the offset is done
 Positions = tuple[int, int]  # start, stop
+# Of the positions from `start` on, up to `most` that are not done already, and the first that was not looked at.
+Wanted = Callable[[int, int], tuple[Sequence[int], int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,11 @@ class PositionQueue:
     def is_done(self) -> bool:
         return self.is_handed_out and not any(self.handed.values())
 
-    def take(self, owner: int, most: int) -> list[tuple[int, int]]:
-        """Hand out up to `most` positions to `owner`, each with the offset up to which it is done."""
+    def take(self, owner: int, most: int, wanted: Wanted | None = None) -> list[tuple[int, int]]:
+        """Hand out up to `most` positions to `owner`, each with the offset up to which it is done.
+
+        `wanted`: see `Wanted`; without it, all are.
+        """
         taken: list[tuple[int, int]] = []
         while self.waiting and len(taken) < most:
             position, offset, stop = self.waiting.pop(0)
@@ -210,9 +215,12 @@ class PositionQueue:
                 self.waiting.insert(0, (position + 1, 0, stop))
             taken.append((position, offset))
         if self.undecided is None and len(taken) < most:
-            stop = self.next_position + most - len(taken)
+            start, stop = self.next_position, self.next_position + most - len(taken)
             stop = stop if self.length is None else min(stop, self.length)
-            taken += [(position, 0) for position in range(self.next_position, stop)]
+            positions: Iterable[int] = range(start, stop)
+            if wanted is not None and start < stop:
+                positions, stop = wanted(start, stop - start)
+            taken += [(position, 0) for position in positions]
             self.next_position = stop
         self.handed.setdefault(owner, {}).update(taken)
         return taken

@@ -80,7 +80,7 @@ class CacheStatus:
     not answer. `holdout` is the share of the samples that is held out, None without one, and
     `held_out_samples` the number of them in the cache, as far as they have been counted. `loaders` are those
     that have delivered a batch and are not closed, in any process. `outdated_samples` were made by another
-    transform than that of the last worker.
+    transform than that of the last worker; `is_replacing` while a worker reads them anew.
     """
 
     path: str
@@ -117,6 +117,7 @@ class CacheStatus:
     held_out_samples: int = 0
     loaders: tuple[LoaderReport, ...] = ()
     outdated_samples: int = 0
+    is_replacing: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -171,14 +172,25 @@ _WITH_DEFAULTS: Final = (
 )
 
 
-def describe_outdated(outdated: int, num_samples: int) -> str:
-    """The number of samples of another transform, and the way to replace them; "" if there are none."""
+def describe_outdated(outdated: int, num_samples: int, *, is_replaced: bool = False) -> str:
+    """The number of samples of another transform, and what becomes of them; "" if there are none.
+
+    `is_replaced`: a worker reads them anew.
+    """
     if not outdated:
         return ""
+    then = (
+        "they stay in the epochs until they are evicted: on_change='replace' has them read anew, "
+        "'cachestream clear' (cache.clear()) removes all"
+    )
+    if is_replaced:
+        then = (
+            "they are read anew, and each is used until a new one has taken its place (on_change='keep' leaves them "
+            "as they are)"
+        )
     return (
-        f"the transform has changed (its code, or a value bound to it), and {outdated} of the {num_samples} cached samples were made by another one; "
-        "they stay in the epochs until they are evicted. To make all anew, 'cachestream clear' the cache "
-        "(cache.clear()) and start again, or use another directory"
+        f"the transform has changed (its code, a value bound to it, or an option such as resize=), and {outdated} of the {num_samples} cached "
+        f"samples were made by another one; {then}"
     )
 
 
@@ -400,7 +412,7 @@ def read_status(cache: Cache) -> CacheStatus:
         reserved_bytes = tables.bytes_in(RESERVED, DOOMED)
         held_out_samples = tables.held_out()[0]
         outdated = tables.samples_of_others(fill.transform or "")
-    state, schema = phase_now(fill, has_worker(directory)), fill.schema
+    state, schema, again = phase_now(fill, has_worker(directory)), fill.schema, int(meta.get("again", 0))
     current = fill.last_pass
     is_listing = bool(meta.get("listing", 0)) and state != "none"
     length = None if is_listing or current is None else current.length
@@ -423,7 +435,7 @@ def read_status(cache: Cache) -> CacheStatus:
         snapshots=fill.snapshots,
         schema=None if schema is None else str(schema),
         source=fill.source,
-        num_units=None if current is None else current.length,
+        num_units=None if current is None or current.length is None else current.length - again,
         fill_state=state,
         fill_message=describe_loss(lost_worker(directory))
         or (fill.message if state != "stopped" else "")
@@ -442,6 +454,7 @@ def read_status(cache: Cache) -> CacheStatus:
         held_out_samples=held_out_samples,
         loaders=tuple(read_loaders(directory)),
         outdated_samples=outdated,
+        is_replacing=bool(outdated and again) and has_worker(directory),
     )
 
 

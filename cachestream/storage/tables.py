@@ -55,6 +55,8 @@ SHARD_STATEMENTS: Final = (
     f"CREATE VIEW whole AS SELECT * FROM shards WHERE state IN ('{LIVE}', '{RETIRING}', '{REPLACED}')",
 )
 
+# The shards of transforms other than one, as far as the two can be compared: see `_others`.
+_OF_OTHERS: Final = "transform != ? AND substr(transform, 1, ?) = ?"
 _MAX_REASONS: Final = 200
 _MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 
@@ -76,6 +78,17 @@ class FailureRow:
     reason: str
     count: int
     example: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutdatedShard:
+    """A live shard that another transform has made; `spans` of the pass `pass_id`, as `span_array`."""
+
+    id: int
+    num_samples: int
+    size_bytes: int
+    pass_id: int
+    spans: IntArray
 
 
 def _storable(value: Any) -> Any:
@@ -310,22 +323,30 @@ class Tables(ProgressTables):
         Identities made by another version of Python, the part before the colon, cannot be compared: they do
         not count.
         """
-        if not identity:
-            return 0
-        row = self.execute(
-            "SELECT coalesce(sum(num_samples), 0) FROM live WHERE transform != ? AND substr(transform, 1, ?) = ?",
-            (identity, len(version := identity.partition(":")[0] + ":"), version),
-        ).fetchone()
-        return int(row[0])
+        question = f"SELECT coalesce(sum(num_samples), 0) FROM live WHERE {_OF_OTHERS}"
+        return int(self.execute(question, _others(identity)).fetchone()[0])
 
-    def spans(self, part: int = WHOLE) -> dict[int, IntArray]:
+    def outdated(self, identity: str) -> list[OutdatedShard]:
+        """The shards whose samples `samples_of_others` counts, by id."""
+        question = (
+            f"SELECT id, num_samples, size_bytes, pass_id, spans FROM live WHERE {_OF_OTHERS} ORDER BY id"
+        )
+        rows = self.execute(question, _others(identity)).fetchall()
+        return [
+            OutdatedShard(shard_id, num_samples, size_bytes, pass_id, _unpack_spans([blob]))
+            for shard_id, num_samples, size_bytes, pass_id, blob in rows
+        ]
+
+    def spans(self, part: int = WHOLE, identity: str = "") -> dict[int, IntArray]:
         """The spans of each pass that the shards hold: pass id → `span_array`.
 
-        With `part` TRAIN or HELD_OUT, shards that hold only samples of the other split are left out.
+        With `part` TRAIN or HELD_OUT, shards that hold only samples of the other split are left out. With the
+        `identity` of a transform, so are those of others.
         """
         found: dict[int, list[bytes]] = {}
         other = {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part, -1)
-        rows = self.execute("SELECT pass_id, spans FROM live WHERE part != ?", (other,))
+        question = f"SELECT pass_id, spans FROM live WHERE part != ? AND ({_OF_OTHERS}) IS NOT 1"
+        rows = self.execute(question, (other, *_others(identity)))
         for pass_id, blob in rows.fetchall():
             found.setdefault(pass_id, []).append(blob)
         return {pass_id: _unpack_spans(blobs) for pass_id, blobs in found.items()}
@@ -405,6 +426,12 @@ class Tables(ProgressTables):
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
         return [FailureRow(*row) for row in rows.fetchall()]
+
+
+def _others(identity: str) -> tuple[str, int, str]:
+    """The arguments of `_OF_OTHERS`."""
+    version = identity.partition(":")[0] + ":" if identity else "no version"
+    return identity, len(version), version
 
 
 def _unpack_spans(blobs: Iterable[bytes]) -> IntArray:

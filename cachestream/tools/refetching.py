@@ -43,7 +43,7 @@ from cachestream.training.manifests import load_manifest
 from cachestream.transport import metering
 from cachestream.worker.cached_units import Coverage
 from cachestream.worker.listings import list_all
-from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
+from cachestream.worker.order import END, PassPlan, UnitOrder, is_known, load_order
 from cachestream.worker.sampling.encode import Table
 from cachestream.worker.sampling.engine import BUFFER_BYTES
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher
@@ -297,14 +297,11 @@ class _Maker:
 
     def order_of(self, plan: PassPlan) -> UnitOrder:
         if plan not in self._orders:
-            weights = self._weights if plan.kind == "weighted" else None
-            if plan.kind == "weighted" and weights is None:
+            if plan.kind == "weighted" and self._weights is None:
                 raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
-            path = order_file(self._cache.directory, plan)
-            if plan.is_drawn and not os.path.isfile(path):
+            if not is_known(self._cache.directory, plan):
                 raise _NotReproducibleError(f"what the {plan.kind} drew for its pass is not kept any more")
-            drawn = np.load(path, mmap_mode="r") if plan.is_drawn else None
-            self._orders[plan] = UnitOrder(plan, weights, drawn)
+            self._orders[plan] = load_order(self._cache.directory, plan, self._weights)
         return self._orders[plan]
 
     def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:

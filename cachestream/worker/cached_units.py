@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,10 @@ import xxhash
 
 from cachestream.listing.names import Names, StoredNames
 from cachestream.schema import IntArray, Span
-from cachestream.storage.progress import PassRow
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings, lists_units_of
-from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, is_known, order_file
+from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, is_known, is_whole, load_order
+from cachestream.worker.outdated import Outdated, pieces_of
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -28,7 +27,7 @@ class EarlierNames:
     """The places of names in an earlier listing; takes 16 bytes of memory for each of its names."""
 
     def __init__(self, names: Names) -> None:
-        self._names = names
+        self.names = names
         hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
         self._places = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._places]
@@ -40,7 +39,7 @@ class EarlierNames:
         found = np.full(len(names), -1, np.int64)
         for index in np.flatnonzero(after - first == 1).tolist():
             place = int(self._places[first[index]])
-            if self._names[place] == names[index]:
+            if self.names[place] == names[index]:
                 found[index] = place
         return found
 
@@ -54,6 +53,11 @@ class EarlierOrder:
     def positions(self, units: IntArray) -> IntArray:
         """The positions of `units` in that pass; -1 for units that were not part of it."""
         return self._order.positions(self._earlier.places([self._names[unit] for unit in units.tolist()]))
+
+    def units(self, positions: IntArray) -> IntArray:
+        """The units at `positions` of that pass; -1 for those that the listing has not."""
+        earlier = self._order.units(positions).tolist()
+        return EarlierNames(self._names).places([self._earlier.names[unit] for unit in earlier])
 
 
 def _hash(name: str) -> int:
@@ -91,32 +95,40 @@ class _PassCoverage:
             if until and (first != last or not offset):
                 self._partial.setdefault(last, []).append((0, until))
 
-    def add(self, units: IntArray, found: list[list[tuple[int, int]]]) -> None:
+    def add(self, units: IntArray, found: Held) -> None:
         positions = self._order.positions(units)
-        index = np.searchsorted(self._starts, positions, side="right") - 1
-        whole = (
-            (index >= 0) & (positions < self._stops[np.maximum(index, 0)])
-            if len(self._starts)
-            else index >= 0
-        )
-        for i, position in enumerate(positions.tolist()):
-            if whole[i]:
-                found[i].append((0, END))
-            found[i].extend(self._partial.get(position, ()))
+        if len(self._starts):
+            index = np.searchsorted(self._starts, positions, side="right") - 1
+            found.whole[(index >= 0) & (positions < self._stops[np.maximum(index, 0)])] = True
+        for place in np.flatnonzero(np.isin(positions, list(self._partial))).tolist():
+            found.ranges.setdefault(place, []).extend(self._partial[int(positions[place])])
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The samples that shards hold of some units: of which of them all, and of others which `ranges`."""
+
+    whole: npt.NDArray[np.bool_]
+    ranges: dict[int, list[tuple[int, int]]]
+
+    def __getitem__(self, place: int) -> Offsets:
+        """The ranges [start, stop) of offsets of samples, of the unit at `place`."""
+        return ((0, END),) if self.whole[place] else tuple(self.ranges.get(place, ()))
 
 
 class Coverage:
-    """The samples of each unit that the cache holds, from any pass."""
+    """The samples of units that the cache holds, from any pass."""
 
     def __init__(self, passes: Mapping[UnitOrder, IntArray] | Mapping[AnyOrder, IntArray]) -> None:
         self._passes = [_PassCoverage(order, spans) for order, spans in passes.items()]
 
-    def of(self, units: IntArray) -> list[Offsets]:
-        """For each unit, the ranges [start, stop) of sample offsets that are cached."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(len(units))]
+    def of(self, units: IntArray) -> Held:
+        found = Held(np.zeros(len(units), np.bool_), {})
         for covered in self._passes:
             covered.add(units, found)
-        return [tuple(ranges) for ranges in found]
+        for place, ranges in found.ranges.items():
+            found.whole[place] |= is_whole(ranges)
+        return found
 
 
 def positions_of(spans: Sequence[Span]) -> IntArray:
@@ -151,83 +163,80 @@ def held_elsewhere(
     ):
         return np.ones(len(positions), np.bool_)
     found = Coverage({UnitOrder(one): held for one, held in others.items()})
-    return np.array([bool(ranges) for ranges in found.of(UnitOrder(plan).units(positions))], np.bool_)
-
-
-_COVERAGE_AGE_S: Final = 10.0  # at least, between two looks at what is cached
-_MOST_SHARE: Final = 0.05  # of the supervisor's time that these looks may take
+    held = found.of(UnitOrder(plan).units(positions))
+    return held.whole | np.isin(np.arange(len(positions)), list(held.ranges))
 
 
 class KnownOrders:
-    """The orders of the current pass and of passes whose shards are still cached.
-
-    What is cached is looked at once in a while: what is evicted meanwhile counts as cached until the next
-    look, and comes again in a later pass.
-    """
+    """The orders of the current pass and of passes whose shards are still cached."""
 
     def __init__(self, job: Job, cache: Cache) -> None:
         self._job, self._cache = job, cache
-        self._is_shared = job.cluster is not None and bool(job.cluster.group)  # copies come besides
         self._listings = Listings(cache.directory)
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._earlier_names: dict[str, EarlierNames] = {}
-        self._coverage: list[Coverage] = []
-        self._load_at_s = 0.0
 
     def of(self, plan: PassPlan) -> UnitOrder:
         order = self._orders.get(plan)
         if order is None:
             if not plan.is_permutation:  # no other order is asked for beside it
                 self._orders.clear()
-            drawn = None
-            if plan.is_drawn:
-                drawn = np.load(order_file(self._cache.directory, plan), mmap_mode="r")
-            weights = self._job.weights if plan.kind == "weighted" else None
-            order = self._orders[plan] = UnitOrder(plan, weights, drawn)
+            order = self._orders[plan] = load_order(self._cache.directory, plan, self._job.weights)
         return order
 
-    def look_again(self) -> None:
-        """Look for cached samples again at the next call of `cached`: others have come."""
-        self._load_at_s = 0.0
+    def held(self, current: PassPlan, units: IntArray) -> list[Held]:
+        """The samples that are cached of `units`; where samples are held out, of each of the two splits.
 
-    def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> list[tuple[Offsets, ...]]:
-        """For each of `units`, the ranges of its offsets that are cached.
-
-        Where samples are held out, the ranges of the train split and of the held-out split follow.
+        A pass that draws units again and again asks for none.
         """
-        now_s = time.monotonic()
-        if plan.is_permutation and now_s >= self._load_at_s:
-            self._coverage = self._load(row, plan)
-            age_s = max(_COVERAGE_AGE_S, (time.monotonic() - now_s) / _MOST_SHARE)
-            self._load_at_s = now_s + age_s if self._coverage else math.inf
-        found = [coverage.of(units) for coverage in self._coverage]
-        if len(found) < 2:
-            return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
-        return [(intersection(*parts), *parts) for parts in zip(*found, strict=True)]
+        if not current.is_permutation:
+            return [Coverage({}).of(units)]
+        identity = self._job.transform if self._job.replaces else ""
+        held = self._cache.filling.cached_spans(PassPlan.from_json, identity=identity)
+        self._keep({current, *held.plans.values()})
+        orders = self._orders_of(held.plans, current)
+        return [
+            Coverage({orders[pass_id]: one for pass_id, one in spans.items() if pass_id in orders}).of(units)
+            for spans in held.spans
+        ]
 
-    def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
-        held = self._cache.filling.cached_spans(PassPlan.from_json)
-        is_first = current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}
-        if is_first and not self._is_shared:
-            return []  # nothing of it is cached but what its own progress says
-        known = {current, *held.plans.values()}
+    def outdated(self, current: PassPlan) -> Outdated:
+        """The shards that other transforms have made, of which the pass `current` reads the units anew."""
+        shards = self._cache.filling.outdated(self._job.transform)
+        plans = self._cache.filling.cached_spans(PassPlan.from_json, ()).plans if shards else {}
+        orders, found = self._orders_of(plans, current), [np.empty((0, 4), np.int64)]
+        for pass_id in dict.fromkeys(shard.pass_id for shard in shards):
+            own = [shard for shard in shards if shard.pass_id == pass_id and len(shard.spans)]
+            if pass_id not in orders or not own:
+                continue
+            pieces = [pieces_of(shard.spans) for shard in own]
+            ids = np.repeat([shard.id for shard in own], list(map(len, pieces)))
+            table = np.column_stack([np.concatenate(pieces), ids])
+            table[:, 0] = orders[pass_id].units(table[:, 0])
+            if current.partition is not None:
+                table[current.partition.places(table[:, 0]) < 0, 0] = -1
+            found.append(table)
+        pieces_by_id = np.concatenate(found)
+        pieces_by_id = pieces_by_id[np.argsort(pieces_by_id[:, 3], kind="stable")]
+        return Outdated({shard.id: shard for shard in shards}, pieces_by_id)
+
+    def _keep(self, known: set[PassPlan]) -> None:
+        """Forget orders and listings of which nothing is cached any more."""
         self._orders = {plan: order for plan, order in self._orders.items() if plan in known}
         listings = {listing.path for listing in self._listings.earlier()}
         self._earlier_names = {path: names for path, names in self._earlier_names.items() if path in listings}
-        return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
-    def _coverage_of(
-        self, spans: dict[int, IntArray], plans: dict[int, PassPlan], current: PassPlan
-    ) -> Coverage:
-        found: dict[AnyOrder, IntArray] = {}
+    def _orders_of(self, plans: Mapping[int, PassPlan], current: PassPlan) -> dict[int, AnyOrder]:
+        """The orders of the passes that tell which units they hold, by the numbers of the current pass."""
+        found: dict[int, AnyOrder] = {}
         names = self._names()
         for pass_id, plan in plans.items():
-            if pass_id in spans and plan.is_permutation and is_known(self._cache.directory, plan):
+            if plan.is_permutation and is_known(self._cache.directory, plan):
                 is_same = self._has_same_units(plan, current, names)
                 order = self.of(plan) if is_same else self._earlier(plan, names)
                 if order is not None:
-                    found[order] = spans[pass_id]
-        return Coverage(found)
+                    found[pass_id] = order
+        return found
 
     def _names(self) -> StoredNames | None:
         """The names of the units; None if they have none, or none are stored."""

@@ -45,7 +45,7 @@ class Job:
     names of the fsspec drivers that read the source. `source_module`: the module of the source's class, if
     that is one of this package. `trace`: the folder of the caller's trace, if there is one. `cluster`: what a
     Ray cluster does in the filling; None without one. `mix`: the integer weights of the sources of a `mix`,
-    if these are fetched as loaders draw them; else empty. `transform`: see transform_identity. `weights`:
+    if these are fetched as loaders draw them; else empty. `transform`: see `identity_of_samples`. `weights`:
     those of the units, float64 `[num_units]`, for an order by weights. `has_names`: the units have names, all
     of which are known by now.
     """
@@ -79,6 +79,16 @@ class Job:
     transform: str = ""
     weights: npt.NDArray[np.float64] | None = None
     has_names: bool = False
+    on_change: str = "keep"
+    data: str = ""
+
+    @property
+    def replaces(self) -> bool:
+        """True if samples of other transforms are to be replaced.
+
+        The caches of a group keep theirs: they have one pass in common.
+        """
+        return self.on_change == "replace" and not (self.cluster is not None and self.cluster.group)
 
 
 @dataclass(frozen=True, slots=True)

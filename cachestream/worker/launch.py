@@ -35,6 +35,7 @@ from cachestream.sources.base import (
     Source,
     as_incremental,
     listing_digest_of,
+    made_with,
     units_of,
     whole_units,
 )
@@ -58,7 +59,7 @@ from cachestream.worker.job import Job, Payload, pack
 from cachestream.worker.listings import has_plain_names
 from cachestream.worker.order import PassPlan, parse_partition
 from cachestream.worker.processes import import_path, read_frame, start_python
-from cachestream.worker.transform_identity import transform_identity
+from cachestream.worker.transform_identity import identity_of_samples, transform_identity
 from cachestream.worker.user_order import NAMED, check_order, kind_of
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ HANG_TIMEOUT_S: Final = 30.0
 DEFAULT_SHARD: Final = "64MB"
 DEFAULT_ACTORS: Final = 8
 _WHEN_FULL: Final = ("evict", "wait", "stop")
+_ON_CHANGE: Final = ("replace", "keep", "refuse")
 START_TIMEOUT_S: Final = 60.0
 
 
@@ -91,6 +93,7 @@ class WorkerOptions:
     share: str | None = None
     share_required: bool = False
     holdout: float | None = None
+    on_change: str = "replace"
 
     def check(self) -> None:
         """Raise ConfigError for values that are wrong with any cache and source."""
@@ -101,6 +104,8 @@ class WorkerOptions:
         check_count("concurrency", self.concurrency, 1, READS_AT_ONCE)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
+        if self.on_change not in _ON_CHANGE:
+            raise ConfigError(f"on_change={self.on_change!r}: choose one of {', '.join(_ON_CHANGE)}")
         check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)
         if self.transform is not None and not callable(self.transform):
             raise ConfigError(f"transform={self.transform!r}: must be a function of one sample")
@@ -196,6 +201,9 @@ class WorkerOptions:
             self._check_group(cache, source_name, num_units)
         kind, weights, sampler = check_order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
+        options, state = made_with(source), cache.filling.state()
+        recorded = (state.transform or "") if state.source == fingerprint else ""
+        identity = identity_of_samples(transform_identity(transform), options, recorded)
         protocols: set[str] = set()
 
         def collect_protocol(value: Any) -> None:
@@ -233,9 +241,11 @@ class WorkerOptions:
             mix=tuple(source.whole_weights)
             if isinstance(source, MixSource) and kind == "shuffle" and num_units and self.share is None
             else (),
-            transform=transform_identity(transform),
+            transform=identity,
             weights=weights,
             has_names=growing is None and has_plain_names(source),
+            on_change=self.on_change,
+            data=fingerprint.removesuffix(options),
         )
 
     @property

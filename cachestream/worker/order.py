@@ -151,6 +151,8 @@ class PassPlan:
     come before those of the next. A pass that began before all units were listed has one for each time that
     it was extended, a source that is read in parts of units one for each of its `round_ends`.
     `growing`: the listing may bring more units.
+    `again`: the number of units that come first, in an order of their own: those of samples that another
+    transform has made. Later in the pass they are left out.
     """
 
     kind: str
@@ -163,15 +165,18 @@ class PassPlan:
     rule: str = ""
     segments: tuple[int, ...] = ()
     growing: bool = False
+    again: int = 0
 
     def to_json(self) -> str:
         values: list[Any] = [self.kind, self.seed, self.ordinal, self.num_units, self.listing, self.length]
-        in_segments = bool(self.segments) or self.growing
+        in_segments = bool(self.segments) or self.growing or self.again > 0
         if self.partition is not None or self.rule or in_segments:
             share = self.partition
             values += [None if share is None else [share.index, share.count], self.rule]
         if in_segments:
             values += [self.segments, self.growing]
+        if self.again:
+            values.append(self.again)
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -179,17 +184,18 @@ class PassPlan:
         try:
             values: list[Any] = json.loads(text)
             # The last values are left out for passes of the whole source by a single node.
-            values += [None, "", [], False][len(values) - 6 :]
-            kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
+            values += [None, "", [], False, 0][len(values) - 6 :]
+            kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing, again = values
             partition = None if share is None else Partition(*share)
-            counts = (seed, ordinal, num_units or 0, length or 0, *segments, *(share or ()))
+            counts = (seed, ordinal, num_units or 0, length or 0, *segments, *(share or ()), again)
             if kind not in _KINDS or not all(type(count) is int for count in counts):
                 raise ValueError(f"the order is {kind!r} of {counts}")
         except (ValueError, TypeError) as error:
             raise CatalogueDamagedError(
                 f"the pass {text[:100]!r} makes no sense ({error}); start a worker: it rebuilds the catalogue"
             ) from error
-        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, tuple(segments), growing)
+        segments = tuple(segments)
+        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, segments, growing, again)
 
     def precedes(self, other: PassPlan) -> bool:
         """True if `other` is a later pass over the same units, in the same kind of order."""
@@ -206,7 +212,11 @@ class PassPlan:
         """The same pass extended to all units that are listed by now; earlier positions keep their units."""
         segments = self.segments if num_units == self.num_units else (*self.segments, num_units)
         plan = replace(self, num_units=num_units, listing=listing, segments=segments, growing=not is_complete)
-        return replace(plan, length=plan.share)
+        return plan.with_length()
+
+    def with_length(self) -> PassPlan:
+        """The plan with the number of its positions, where each unit of the share has one."""
+        return replace(self, length=None if self.share is None else self.again + self.share)
 
     def should_grow(self, num_units: int, *, is_complete: bool) -> bool:
         """True if enough units are listed to extend the pass.
@@ -234,19 +244,25 @@ class PassPlan:
 
     @property
     def is_drawn(self) -> bool:
-        """True if the units of a pass are drawn, and kept in a file."""
+        """True if the units of a pass are drawn."""
         return self.kind in ("sampler", "curriculum", "mixture")
+
+    @property
+    def has_file(self) -> bool:
+        """True if units are kept in a file: all that are drawn, or those that come first."""
+        return self.is_drawn or self.again > 0
 
 
 class UnitOrder:
     """The units of one pass, by position; O(1) memory for the named orders.
 
     `weights` (float64 `[num_units]`): for the kind "weighted", which draws units with replacement.
-    `drawn` (int `[length]`): for the kinds that are drawn, the units in their order.
+    `listed`: the units in the file of the pass, int `[length]` for the kinds that are drawn, else int
+    `[again]`.
     """
 
     def __init__(
-        self, plan: PassPlan, weights: npt.ArrayLike | None = None, drawn: npt.ArrayLike | None = None
+        self, plan: PassPlan, weights: npt.ArrayLike | None = None, listed: npt.ArrayLike | None = None
     ) -> None:
         self.plan = plan
         self._permutation: Permutation | Segments | None = None
@@ -255,14 +271,21 @@ class UnitOrder:
         elif plan.kind == "shuffle" and plan.share:
             self._permutation = Permutation(plan.share, mix_key(PASS_KEY, plan.seed, plan.ordinal))
         self._cumulative = None if weights is None else np.cumsum(share_of(weights, plan.partition))
-        self._drawn = None if drawn is None else np.asarray(drawn, np.int64)
+        self._listed = np.empty(0, np.int64) if listed is None else np.asarray(listed, np.int64)
         self._sorted: tuple[IntArray, IntArray] | None = None
 
     def units(self, positions: IntArray) -> IntArray:
         """The units at `positions`."""
-        if self._drawn is not None:
-            drawn: IntArray = self._drawn[positions].astype(np.int64)
+        if self.plan.is_drawn:
+            drawn: IntArray = self._listed[positions].astype(np.int64)
             return drawn
+        again = self.plan.again
+        if again and len(positions):
+            first = self._listed[np.minimum(positions, again - 1)]
+            return np.where(positions < again, first, self._named(np.maximum(positions - again, 0)))
+        return self._named(positions)
+
+    def _named(self, positions: IntArray) -> IntArray:
         if self._cumulative is not None:
             places = self._weighted(positions)
         else:
@@ -271,21 +294,35 @@ class UnitOrder:
 
     def positions(self, units: IntArray) -> IntArray:
         """The positions of `units` in the pass, -1 for units outside of it; only for permutations."""
-        if self._drawn is not None:
-            return self._find(self._drawn, units)
+        listed = self._find(units)
+        if self.plan.is_drawn:
+            return listed
         if self.plan.partition is not None:
             units = self.plan.partition.places(units)
         length = self.plan.share or 0
         inside = (units >= 0) & (units < length)
-        if self._permutation is None or not length:
-            return np.where(inside, units, -1)
-        found = self._permutation.inverse(np.where(inside, units, 0))
-        return np.where(inside, found, -1)
+        found = np.where(inside, units, 0)
+        if self._permutation is not None and length:
+            found = self._permutation.inverse(found)
+        return np.where(listed >= 0, listed, np.where(inside, self.plan.again + found, -1))
 
-    def _find(self, drawn: IntArray, units: IntArray) -> IntArray:
+    def come_again(self, positions: IntArray, units: IntArray) -> npt.NDArray[np.bool_]:
+        """For each of `units`, which lie at `positions`: True if it was among those that come first."""
+        if not self.plan.again:
+            return np.zeros(len(units), np.bool_)
+        found = self._find(units)
+        comes: npt.NDArray[np.bool_] = (
+            (found >= 0) & (found < self.plan.again) & (positions >= self.plan.again)
+        )
+        return comes
+
+    def _find(self, units: IntArray) -> IntArray:
+        """The first places of `units` in the file of the pass; -1 for others."""
+        if not len(self._listed):
+            return np.full(len(units), -1, np.int64)
         if self._sorted is None:
-            places = np.argsort(drawn, kind="stable")
-            self._sorted = drawn[places], places
+            places = np.argsort(self._listed, kind="stable")
+            self._sorted = self._listed[places], places
         ordered, places = self._sorted
         index = np.minimum(np.searchsorted(ordered, units), len(ordered) - 1)
         return np.where(ordered[index] == units, places[index], -1)
@@ -314,14 +351,20 @@ def all_units(num_units: int, partition: Partition | None) -> IntArray:
 
 
 def order_file(directory: Directory, plan: PassPlan) -> str:
-    """The path of the order that was drawn for a pass."""
+    """The path of the units that are kept of a pass."""
     version = "-" + xxhash.xxh3_64_hexdigest(plan.rule.encode()) if plan.kind == "mixture" else ""
     return directory.worker_file(f"order-{plan.ordinal}{version}.npy")
 
 
+def load_order(directory: Directory, plan: PassPlan, weights: npt.ArrayLike | None = None) -> UnitOrder:
+    """The order of a pass; `weights` are for the kind "weighted"."""
+    listed = np.load(order_file(directory, plan), mmap_mode="r") if plan.has_file else None
+    return UnitOrder(plan, weights if plan.kind == "weighted" else None, listed)
+
+
 def is_known(directory: Directory, plan: PassPlan) -> bool:
-    """True unless the order of `plan` was drawn, and its file is gone."""
-    return not plan.is_drawn or os.path.isfile(order_file(directory, plan))
+    """True unless units of `plan` are kept in a file, and that is gone."""
+    return not plan.has_file or os.path.isfile(order_file(directory, plan))
 
 
 def is_whole(ranges: Offsets) -> bool:

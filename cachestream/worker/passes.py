@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from cachestream.storage.filling import FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.reservations import Owner, disk_footprint
+from cachestream.worker.cached_units import KnownOrders
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
-from cachestream.worker.order import PassPlan, UnitOrder, is_known, order_file
+from cachestream.worker.order import PassPlan, is_known, load_order, order_file
 from cachestream.worker.planner import Planner
 from cachestream.worker.user_order import draw_mixture
 
@@ -60,11 +61,13 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
         names = listings.load()
         job = replace(job, num_units=len(names), listing=names.digest)
     plan = PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, None, job.partition, job.rule)
-    return replace(plan, length=plan.share, segments=job.round_ends)
+    return replace(plan, segments=job.round_ends).with_length()
 
 
 def begin_or_resume(cache: Cache, job: Job, order: DrawsOrders) -> bool:
     """Resume the cache's open pass if this job would begin the same one; else begin another one.
+
+    Another one begins if samples of another transform are to be replaced: with their units.
 
     Returns False if the last pass was complete and nothing was evicted since: another pass then begins only
     for units that failed.
@@ -78,7 +81,10 @@ def begin_or_resume(cache: Cache, job: Job, order: DrawsOrders) -> bool:
     plan = first_plan(job, listings)
     state = _adopt(cache, job)
     row = state.last_pass
-    if row is not None and _can_resume(cache, PassPlan.from_json(row.plan), plan, job):
+    replaces = job.replaces and cache.filling.samples_of_others(job.transform) > 0
+    if row is not None and _can_resume(
+        cache, PassPlan.from_json(row.plan), plan, job, state, replaces=replaces
+    ):
         if pass_is_open(state):
             return True
         was_complete = not state.has_evicted
@@ -86,7 +92,7 @@ def begin_or_resume(cache: Cache, job: Job, order: DrawsOrders) -> bool:
         if was_complete and not has_failed:
             return False  # and nothing was lost since
     # After a pass that was complete except for failed units, only these units are read again.
-    _insert_pass(cache, plan, order)
+    _insert_pass(cache, job, plan, order, replaces=replaces)
     return not was_complete
 
 
@@ -115,7 +121,7 @@ def begin_next(cache: Cache, job: Job, order: DrawsOrders, *, is_due: bool = Fal
         _adopt(cache, job)
     elif not is_due and not state.has_evicted:
         return False
-    _insert_pass(cache, first_plan(job, Listings(cache.directory)), order)
+    _insert_pass(cache, job, first_plan(job, Listings(cache.directory)), order)
     return True
 
 
@@ -126,14 +132,10 @@ def follow_mixture(cache: Cache, job: Job, planner: Planner, mixture: Sequence[f
         return
     known = plan.shares or np.array(job.mix) / sum(job.mix)
     # Drawing takes about a second for a million units: not for the last few.
-    start = planner.row.next_position
+    start = max(planner.row.next_position, plan.again)
     if start + plan.length // _WHILE_DRAWING >= plan.length or np.abs(known - shares).sum() / 2 <= _FOLLOW:
         return
-    drawn = None
-    if plan.is_drawn:
-        with open(order_file(cache.directory, plan), "rb", opener=open_private) as file:
-            drawn = np.load(file)
-    units = UnitOrder(plan, None, drawn).units(np.arange(plan.length))
+    units = load_order(cache.directory, plan).units(np.arange(plan.length))
     sources = Interleaving(job.mix).takers(units[start:])
     units[start:] = draw_mixture(units[start:], sources, mixture, seed=mix_key(job.seed, start))
     plan = replace(plan, kind="mixture", rule=f"{start}:{','.join(map(str, mixture))}")
@@ -142,8 +144,16 @@ def follow_mixture(cache: Cache, job: Job, planner: Planner, mixture: Sequence[f
     logger.info("%d units are fetched as loaders draw: %s", len(units) - start, plan.rule)
 
 
-def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool:
-    """True if the `last` pass is the one that the job would begin with the plan `first`."""
+def _can_resume(
+    cache: Cache, last: PassPlan, first: PassPlan, job: Job, state: FillState, *, replaces: bool
+) -> bool:
+    """True if the `last` pass is the one that the job would begin with the plan `first`.
+
+    `replaces`: samples of another transform are to be replaced, which that pass may have begun.
+    """
+    began_to_replace = last.again > 0 and job.replaces and state.transform == job.transform
+    if (replaces and not began_to_replace) or (last.again and not job.replaces):
+        return False
     if (last.growing and not job.growing) or not is_known(cache.directory, last):
         return False
     if last.kind == "mixture":
@@ -154,7 +164,8 @@ def _can_resume(cache: Cache, last: PassPlan, first: PassPlan, job: Job) -> bool
         if count and Listings(cache.directory).load().digest_of(count) != last.listing:
             return False
         first = replace(first, num_units=count, listing=last.listing)
-    plain = [replace(plan, ordinal=0, length=None, segments=(), growing=False) for plan in (last, first)]
+    none: dict[str, Any] = {"ordinal": 0, "length": None, "segments": (), "growing": False, "again": 0}
+    plain = [replace(plan, **none) for plan in (last, first)]
     return plain[0] == plain[1]
 
 
@@ -164,7 +175,7 @@ def _adopt(cache: Cache, job: Job) -> FillState:
     labels = LabelNames(len(names), Names(names).digest)
 
     def is_void(state: FillState) -> bool:
-        if state.source not in (None, job.fingerprint):
+        if state.source not in (None, job.fingerprint) and state.data != job.data:
             if state.num_shards:
                 raise ConfigError(
                     f"the cache at {cache.path} was filled from another source ({state.source}, not "
@@ -178,7 +189,7 @@ def _adopt(cache: Cache, job: Job) -> FillState:
         # All samples were skipped: the cause may have been removed meanwhile.
         return not state.num_shards and not state.has_evicted
 
-    return cache.filling.adopt(job.fingerprint, labels, is_void)
+    return cache.filling.adopt(job.fingerprint, job.data, labels, is_void)
 
 
 def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
@@ -194,19 +205,28 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         )
 
 
-def _insert_pass(cache: Cache, plan: PassPlan, order: DrawsOrders) -> None:
+def _insert_pass(
+    cache: Cache, job: Job, plan: PassPlan, order: DrawsOrders, *, replaces: bool = False
+) -> None:
     held = cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
     plan = replace(plan, ordinal=max((known.ordinal for known in held.plans.values()), default=-1) + 1)
     # The plans of passes whose samples are still cached: their orders tell which ones.
     cached = [known for key, known in held.plans.items() if key in held.spans[0] and known.is_permutation]
     _remove_orders(cache.directory, {known.ordinal for known in cached})
     Listings(cache.directory).keep_earlier(cached)
+    listed = np.empty(0, np.int64)
+    if replaces:
+        listed = KnownOrders(job, cache).outdated(plan).units
+        listed = listed if plan.num_units is None else listed[listed < plan.num_units]  # not listed yet
+        plan = replace(plan, again=len(listed)).with_length()
     if plan.is_drawn:
-        drawn = order.draw(plan.ordinal)
-        plan = replace(plan, length=len(drawn))
-        _save_order(cache, plan, drawn)
+        listed = np.concatenate([listed, order.draw(plan.ordinal)])
+        plan = replace(plan, length=len(listed))
+    if plan.has_file:
+        _save_order(cache, plan, listed)
     # Earlier failures of units are forgotten: they would count once in each pass.
-    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _UNIT_FAILURES)
+    planned = PlannedPass(plan.to_json(), plan.length, plan.growing, plan.again)
+    cache.filling.begin_pass(planned, _UNIT_FAILURES)
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
+from cachestream.schema import IntArray, span_array
 from cachestream.storage.progress import PassRow, PositionQueue, Suspect
 from cachestream.storage.tables import FailureRow
-from cachestream.worker.cached_units import KnownOrders
+from cachestream.worker.cached_units import Held, KnownOrders
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
-from cachestream.worker.order import PassPlan, is_whole
+from cachestream.worker.messages import Publication
+from cachestream.worker.order import END, PassPlan, intersection
+from cachestream.worker.outdated import Outdated, pieces_of, whole_units
 from cachestream.worker.units import Unit
 
 if TYPE_CHECKING:
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
 QUARANTINE_AT: Final = 12  # a sum of weights of deaths, see health.suspects_of
-_PASSED_OVER: Final = 16_384  # cached units in one look: the supervisor has other work
+_SEGMENT: Final = 65_536  # units that are planned at once, in some 20 ms: the supervisor has other work
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,50 @@ class Assignment:
     alone: bool = False
 
 
+class Segment:
+    """Units that are planned ahead: those at `positions`, which ascend.
+
+    `held`: the samples that are cached of them: of all samples, or of those of each split. What is evicted
+    after the planning comes again in a later pass. `wanted`: the positions of units that are not all cached.
+    """
+
+    def __init__(self, positions: IntArray, numbers: IntArray, held: Sequence[Held]) -> None:
+        self.positions, self._numbers, self._held = positions, numbers, held
+        self._is_whole = np.logical_and.reduce([one.whole for one in held])
+        self.wanted: IntArray = positions[~self._is_whole]
+        self._in_part = {place for one in held for place in one.ranges}
+        self._in_part.update(np.flatnonzero(np.logical_or.reduce([one.whole for one in held])).tolist())
+
+    def has(self, positions: IntArray) -> npt.NDArray[np.bool_]:
+        """For each of `positions`: True if its unit is planned here."""
+        if not len(self.positions):
+            return np.zeros(len(positions), np.bool_)
+        places = np.minimum(np.searchsorted(self.positions, positions), len(self.positions) - 1)
+        found: npt.NDArray[np.bool_] = self.positions[places] == positions
+        return found
+
+    def units(self, taken: Sequence[tuple[int, int]]) -> list[tuple[Unit, bool]]:
+        """The units at positions, each with the offset before which all is done; True for one that is cached."""
+        places = np.searchsorted(self.positions, [position for position, _ in taken])
+        numbers, whole = self._numbers[places].tolist(), self._is_whole[places].tolist()
+        found = []
+        for (position, first), place, number, is_whole in zip(
+            taken, places.tolist(), numbers, whole, strict=True
+        ):
+            if place not in self._in_part:
+                found.append((Unit(position, number, first), False))
+                continue
+            ranges = [one[place] for one in self._held]
+            parts = tuple(ranges) if len(ranges) > 1 else ()
+            cached = intersection(*ranges) if parts else ranges[0]
+            found.append((Unit(position, number, first, cached, parts), is_whole))
+        return found
+
+
+_NONE: Final = np.empty(0, np.int64)
+NOTHING_PLANNED: Final = Segment(_NONE, _NONE, [Held(np.empty(0, np.bool_), {})])
+
+
 class Planner:
     """Hands out the units of the open pass of `cache`, and keeps account of them."""
 
@@ -50,6 +99,8 @@ class Planner:
         self._row: PassRow | None = None
         self.plan: PassPlan | None = None
         self._queue = PositionQueue(0, 0)
+        self._next = self._again = NOTHING_PLANNED  # of positions not handed out yet, and of others
+        self.outdated: Outdated | None = None  # shards of other transforms, which are replaced
         self._suspects: dict[int, Suspect] = {}
         self._alone: dict[int, int] = {}  # owner → the suspect that it reads
         self.failures: list[FailureRow] = []  # of units that are given up, to be recorded
@@ -68,7 +119,11 @@ class Planner:
         if self._is_shared:
             self._queue.share()
             self.is_dirty = True
-        self.orders.look_again()
+        self._next = self._again = NOTHING_PLANNED
+        self.outdated = None
+        if self.plan is not None and self._job.replaces:
+            outdated = self.orders.outdated(self.plan)
+            self.outdated = outdated if outdated.shards else None
 
     @property
     def row(self) -> PassRow:
@@ -104,21 +159,35 @@ class Planner:
         self.passed_over = self.wants_idle = False
         if self._row is None or owner in self._alone or not (self._queue.has_more or self._grow()):
             return None
-        units, suspects = self._take(owner, most + len(self._suspects), most)
-        if not units and not suspects and self._queue.has_more:
-            units, suspects = self._take(owner, _PASSED_OVER, most)
-        if units:
-            return Assignment(self.row_without_progress, tuple(units))
-        return self._take_suspect(owner, suspects) if suspects else None
-
-    def _take(self, owner: int, positions: int, most: int) -> tuple[list[Unit], list[int]]:
-        """Up to `most` units at the next `positions`, and the suspects among these, which wait on."""
-        taken = self._queue.take(owner, positions)
+        taken = self._queue.take(owner, most + len(self._suspects), self._ahead)
         suspects = [one for one in taken if one[0] in self._suspects]
         self._queue.put_back(owner, suspects)
         units = self._wanted(owner, [one for one in taken if one[0] not in self._suspects])
         self._queue.put_back(owner, [(unit.position, unit.first) for unit in units[most:]])
-        return units[:most], [position for position, _ in suspects]
+        if units:
+            return Assignment(self.row_without_progress, tuple(units[:most]))
+        return self._take_suspect(owner, [position for position, _ in suspects]) if suspects else None
+
+    def _ahead(self, start: int, most: int) -> tuple[list[int], int]:
+        """The next positions that are not cached, of the segment that begins at or before `start`."""
+        if not self._next.has(np.array([start])).all():
+            stop = min(start + _SEGMENT, self._queue.length or END)
+            self._next = self._planned(np.arange(start, stop))
+        wanted = self._next.wanted[np.searchsorted(self._next.wanted, start) :][:most].tolist()
+        stop = wanted[-1] + 1 if len(wanted) == most else int(self._next.positions[-1]) + 1
+        if stop - start > len(wanted):
+            self.is_dirty = self.passed_over = True
+        return wanted, stop
+
+    def _planned(self, positions: IntArray) -> Segment:
+        assert self.plan is not None
+        order = self.orders.of(self.plan)
+        numbers = order.units(positions)
+        held = self.orders.held(self.plan, numbers)
+        if self.plan.is_permutation:
+            for one in held:
+                one.whole[order.come_again(positions, numbers)] = True
+        return Segment(positions, numbers, held)
 
     @property
     def row_without_progress(self) -> PassRow:
@@ -142,7 +211,7 @@ class Planner:
 
     def _give_up(self, owner: int, suspect: Suspect) -> None:
         """Leave out a unit that has killed too many processes."""
-        (taken,) = self._wanted_units([self._queue.take_at(owner, suspect.position)])
+        ((taken, _),) = self._units([self._queue.take_at(owner, suspect.position)])
         self._queue.finish(owner, suspect.position)
         del self._suspects[suspect.position]
         reason = f"reading it {suspect.reason}, again and again"
@@ -152,8 +221,8 @@ class Planner:
     def _wanted(self, owner: int, taken: Sequence[tuple[int, int]]) -> list[Unit]:
         """The units at the positions `taken`, but for those that the cache holds already."""
         wanted = []
-        for unit in self._wanted_units(taken):
-            if unit.cached and is_whole(unit.cached):
+        for unit, is_cached in self._units(taken):
+            if is_cached:
                 self._queue.finish(owner, unit.position)
                 self._suspects.pop(unit.position, None)
                 self.is_dirty = self.passed_over = True
@@ -161,18 +230,20 @@ class Planner:
                 wanted.append(unit)
         return wanted
 
-    def _wanted_units(self, taken: Sequence[tuple[int, int]]) -> list[Unit]:
-        if not taken:
-            return []
-        assert self.plan is not None
-        numbers = self.orders.of(self.plan).units(np.array([position for position, _ in taken], np.int64))
-        cached = self.orders.cached(self.row_without_progress, self.plan, numbers)
-        return [
-            Unit(position, number, first, ranges, tuple(parts))
-            for (position, first), number, (ranges, *parts) in zip(
-                taken, numbers.tolist(), cached, strict=True
-            )
-        ]
+    def _units(self, taken: Sequence[tuple[int, int]]) -> list[tuple[Unit, bool]]:
+        """The units at the positions `taken`, in their order; True for one that is cached by now."""
+        positions = np.array([position for position, _ in taken], np.int64)
+        is_next = self._next.has(positions)
+        before = [one for one, is_ahead in zip(taken, is_next.tolist(), strict=True) if not is_ahead]
+        if not before:
+            return self._next.units(taken)
+        if not self._again.has(positions[~is_next]).all():
+            # They were handed out before: by another supervisor, or by a group of caches.
+            waiting = chain.from_iterable(range(start, stop) for start, _, stop in self._queue.waiting)
+            planned = chain(positions[~is_next].tolist(), islice(waiting, _SEGMENT))
+            self._again = self._planned(np.unique(np.fromiter(planned, np.int64)))
+        ahead = [one for one, is_ahead in zip(taken, is_next.tolist(), strict=True) if is_ahead]
+        return self._again.units(before) + self._next.units(ahead)
 
     def _grow(self) -> bool:
         """Extend a pass whose listing goes on by what was listed since; False if nothing was."""
@@ -194,7 +265,7 @@ class Planner:
         assert self._row is not None
         self.plan, self._row = plan, replace(self._row, plan=plan.to_json(), length=plan.length)
         self._queue.length = plan.length
-        self.orders.look_again()  # by the names that have come
+        self._next = self._again = NOTHING_PLANNED
 
     def follow_pass(self, ordinal: int) -> None:
         """Make the pass another one over the same units; nothing of it may be done."""
@@ -205,6 +276,43 @@ class Planner:
         """Give the pass a plan that has other units from a position on that was not handed out yet."""
         self._cache.filling.replace_plan(self.row, plan.to_json(), plan.length, is_listing=False)
         self._follow(plan)
+
+    # --- replacing
+
+    def replaced_by(self, publication: Publication) -> list[int]:
+        """The outdated shards whose samples are made anew by those of `publication`."""
+        if self.outdated is None or not publication.shards:
+            return []
+        assert self.plan is not None
+        pieces = pieces_of(span_array(publication.spans))
+        pieces[:, 0] = self.orders.of(self.plan).units(pieces[:, 0])
+        return self.outdated.replaced_by(pieces, sum(shard.num_samples for shard in publication.shards))
+
+    def outdated_in_hand(self, size_bytes: int) -> list[int]:
+        """The fewest outdated shards of `size_bytes` whose units the sampling processes have."""
+        if self.outdated is None:
+            return []
+        assert self.plan is not None
+        positions = sorted(position for handed in self._queue.handed.values() for position in handed)
+        units = self.orders.of(self.plan).units(np.array(positions, np.int64))
+        return self.outdated.fewest(self.outdated.holding(whole_units(units)), size_bytes)
+
+    def outdated_twice(self) -> list[int]:
+        """The outdated shards of which other shards hold samples: a catalogue that was lost had noted it."""
+        if self.outdated is None:
+            return []
+        assert self.plan is not None
+        units = self.outdated.units
+        pieces = []
+        for held in self.orders.held(self.plan, units):
+            parts = [(int(units[place]), *one) for place, ranges in held.ranges.items() for one in ranges]
+            pieces += [whole_units(units[held.whole]), np.array(parts, np.int64).reshape(-1, 3)]
+        return self.outdated.holding(np.concatenate(pieces))
+
+    def forget_outdated(self, shard_ids: Sequence[int], num_samples: int = 0) -> None:
+        """Note that these outdated shards have left the cache, as `num_samples` new samples came."""
+        if self.outdated is not None:
+            self.outdated.forget(shard_ids, num_samples)
 
     # --- progress
 

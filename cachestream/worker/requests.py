@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +25,7 @@ from cachestream.storage.reservations import Owner
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import NO_SPACE, Board, board_text
 from cachestream.worker.channel import Channel, Message
+from cachestream.worker.health import GiveUpError
 from cachestream.worker.job import Job
 from cachestream.worker.messages import FillStatus, Publication
 from cachestream.worker.passes import block_size
@@ -41,6 +42,7 @@ logger = logging.getLogger("cachestream.worker")
 _SPACE_WAITS_S: Final = (0.02, 1.0)  # the first and the longest pause before space is looked for again
 _STATUS_S: Final = 1.0
 _RECORD_S: Final = 0.5
+_MISFITS: Final = 20  # new samples with other fields than the outdated ones: then all have them
 _PASSING: Final = (CacheFullError, DiskFailedError, CacheLockedError)  # errors that may be over soon
 _FATAL: Final = (
     CatalogueDamagedError,
@@ -91,6 +93,8 @@ class Requests:
         self.schema: Schema | None = cache.schema
         self.status = self._read_status()
         self._planner.begin()
+        self._retire(self._planner.outdated_twice())
+        self._misfits = 0
 
     def close(self) -> None:
         """Hand out nothing any more: the processes are to end."""
@@ -210,6 +214,8 @@ class Requests:
         planner = self._planner
         for shard in publication.shards:
             self._reserved.get(process, {}).pop(shard.id, None)
+        self._check_fields(publication)
+        replaces = planner.replaced_by(publication)
         with planner.noted(process, publication.finished, publication.advanced):
             is_published = self._publisher.commit(
                 publication.shards,
@@ -218,14 +224,33 @@ class Requests:
                 Progress(planner.row, publication.failures + tuple(planner.failures)),
                 decided=self.schema,
                 only_if=only_if,
+                replaces=replaces,
             )
         self._space_at_s = 0.0
         if is_published:
+            planner.forget_outdated(replaces, sum(shard.num_samples for shard in publication.shards))
             planner.failures.clear()
             planner.is_dirty, self._recorded_s = False, time.monotonic()
             if publication.shards and (not self.status.has_samples or self.status.holdout is not None):
                 self.look_at_cache()  # before the process begins another shard
         return is_published
+
+    def _check_fields(self, publication: Publication) -> None:
+        """Raise GiveUpError if samples cannot replace those of another transform: a cache has one schema."""
+        if self._planner.outdated is None or self._misfits < 0:
+            return
+        if publication.shards:
+            self._misfits = -1  # they fit
+            return
+        failures = [one for one in publication.failures if one.kind == "schema"]
+        self._misfits += sum(one.count for one in failures)
+        if self._misfits >= _MISFITS:
+            raise GiveUpError(
+                "",
+                f"the transform has changed, and makes samples with other fields than those cached ({failures[0].reason}), "
+                "which therefore cannot be replaced one by one: empty the cache ('cachestream clear'), or use another "
+                "directory",
+            )
 
     # --- what is done between messages
 
@@ -279,6 +304,8 @@ class Requests:
             one = self._waiting[0]
             try:
                 reserved = self._reserve(one.process, one.sizes, may_evict)
+                if reserved is None and self._retire(self._planner.outdated_in_hand(sum(one.sizes))):
+                    reserved = self._reserve(one.process, one.sizes, may_evict)
             except CacheError as error:
                 self._waiting.popleft()
                 one.channel.answer(one.number, error)  # which ends the process
@@ -294,6 +321,13 @@ class Requests:
             self._waiting.popleft()
             self._pause_s = _SPACE_WAITS_S[0]
             one.channel.answer(one.number, reserved)
+
+    def _retire(self, shard_ids: Sequence[int]) -> bool:
+        """Take outdated shards out of the cache, whose samples are made anew; True if there are any."""
+        if shard_ids:
+            self._publisher.commit((), 0, (), Progress(), replaces=shard_ids)
+            self._planner.forget_outdated(shard_ids)
+        return bool(shard_ids)
 
     def _have_leases_changed(self) -> bool:
         seen_ns = self._leases_ns

@@ -64,6 +64,18 @@ def transform_identity(transform: Any) -> str:
     return f"python {sys.version_info.major}.{sys.version_info.minor}:{digest}"
 
 
+def identity_of_samples(transform: str, made_with: str, recorded: str) -> str:
+    """The identity of what makes samples: a transform, by its own, and the options of a source `made_with`.
+
+    `recorded`: the identity in a cache that was filled from this very source. One that names the transform alone
+    was recorded before the options counted; it holds for these.
+    """
+    if not made_with or not transform or recorded == transform:
+        return transform
+    version, _, digest = transform.partition(":")
+    return f"{version}:{xxhash.xxh3_64_hexdigest(f'{digest}{made_with}'.encode('utf-8', 'surrogatepass'))}"
+
+
 def is_same_transform(one: str, other: str) -> bool:
     """False if two identities differ that can be compared: of one version of Python."""
     is_comparable = one and other and one.partition(":")[0] == other.partition(":")[0]

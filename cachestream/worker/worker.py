@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
@@ -214,6 +215,7 @@ def start_worker(
     ray_options: Mapping[str, Any] | None = None,
     share: str | None = None,
     share_required: bool = False,
+    on_change: str = "replace",
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -253,6 +255,11 @@ def start_worker(
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
         share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
             away later. Else a warning says so, and each cache reads all of the remote.
+        on_change: what becomes of cached samples that another `transform` has made, or other options of the source
+            that make samples (`resize=`, `crop=`, `fields=`). "replace": their units are read anew, shard by
+            shard, and each sample is used until the new one takes its place; "keep": they stay until they are
+            evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a group
+            (`share=`) keep theirs.
         unknown: refused; the error suggests the right name.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
@@ -276,6 +283,7 @@ def start_worker(
         share=share,
         share_required=share_required,
         holdout=holdout,
+        on_change=on_change,
     )
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
@@ -296,9 +304,7 @@ def start_worker(
             f"process holds {cache.directory.worker_file('attach.lock')} while it starts or stops a worker, or the machine is "
             f"very busy; see {cache.directory.worker_file('log.txt')}",
         ):
-            worker = _start_or_attach(cache, job, launch, detach, linger_s)
-    _warn_if_transform_changed(worker, job)
-    return worker
+            return _start_or_attach(cache, job, launch, detach, linger_s)
 
 
 @contextmanager
@@ -350,18 +356,34 @@ def _check_cluster(cache: Cache, job: Job) -> None:
         logger.warning("%s: %s; %s", cache.path, error, then)
 
 
-def _warn_if_transform_changed(worker: Worker, job: Job) -> None:
-    """Log a warning if another transform makes the samples, or has made some of those that are cached."""
-    filling = worker.cache.filling
+def _heed_change(cache: Cache, job: Job, *, is_running: bool) -> Job:
+    """Say what becomes of samples that another transform makes, or has made, and return the job to that end.
+
+    Raises ConfigError with `on_change="refuse"`. A job that finds another transform at work replaces nothing,
+    also if it starts a worker later in place of this one: two jobs would undo each other's work.
+    """
+    filling = cache.filling
     state, others = filling.state(), filling.samples_of_others(job.transform)
-    if worker.attached and not is_same_transform(state.transform or "", job.transform):
+    is_other = is_running and not is_same_transform(state.transform or "", job.transform)
+    if job.on_change == "refuse" and (is_other or others):
+        made = (
+            f"{others} of the {state.num_samples} samples in it were made" if others else "a worker fills it"
+        )
+        raise ConfigError(
+            f"{cache.path}: {made} by another transform (its code differs, a value bound to it, or an option such as resize=), and "
+            "on_change='refuse': 'replace' has them read anew and 'keep' leaves them, once no worker runs; or give the "
+            "transform of before, or another directory"
+        )
+    if is_other:
+        job = replace(job, on_change="keep")
         logger.warning(
             "the transform has changed, and the worker that already fills %s goes on with the one before: stop it "
             "first ('cachestream stop', worker.stop()), or use another directory",
-            worker.cache.path,
+            cache.path,
         )
-    if outdated := describe_outdated(others, state.num_samples):
-        logger.warning("%s: %s", worker.cache.path, outdated)
+    if outdated := describe_outdated(others, state.num_samples, is_replaced=job.replaces):
+        logger.warning("%s: %s", cache.path, outdated)
+    return job
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
@@ -377,6 +399,7 @@ def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool
                     raise ConfigError(difference)
                 attachments.request_stop()  # it lingers, for another source or share
                 continue
+            job = _heed_change(cache, job, is_running=is_running)
             if is_running:
                 logger.info("attached to the worker that already fills %s", cache.path)
             else:

@@ -105,7 +105,7 @@ def test_each_start_tells_the_samples_of_another_transform_and_going_back_tells_
     fill(cache, closure(1))
     assert warned() == []
     for _ in range(2):
-        fill(cache, closure(2))
+        fill(cache, closure(2), on_change="keep")
         (warning,) = warned()
         assert "the transform has changed" in warning
         assert "20 of the 20 cached samples" in warning
@@ -134,7 +134,7 @@ def test_the_shards_tell_it_after_the_catalogue_was_lost(cache: cs.Cache, warned
     cache.close()
     os.unlink(os.path.join(cache.path, "catalogue.sqlite"))
     with cs.Cache(cache.path) as again:
-        fill(again, closure(2))
+        fill(again, closure(2), on_change="keep")
     assert any("20 of the 20 cached samples" in warning for warning in warned())
 
 
@@ -298,7 +298,7 @@ def test_samples_that_are_skipped_for_other_fields_are_explained_by_the_transfor
     cache.snapshot().close()
     cache.evict(to=cache.size_bytes - 100_000)
     warned()
-    fill(cache, lambda sample: {"y": sample["x"]}, 200, shard_size="20KB")
+    fill(cache, lambda sample: {"y": sample["x"]}, 200, shard_size="20KB", on_change="keep")
     told = [warning for warning in warned() if "skipped" in warning]
     assert told
     assert "the transform has changed" in told[-1]
@@ -310,7 +310,7 @@ def test_a_field_of_several_shapes_is_explained_by_the_transform(cache: cs.Cache
     cache.snapshot().close()
     cache.evict(to=cache.size_bytes - 100_000)
     warned()
-    fill(cache, lambda sample: {"x": sample["x"][:500]}, 200, shard_size="20KB")
+    fill(cache, lambda sample: {"x": sample["x"][:500]}, 200, shard_size="20KB", on_change="keep")
     told = [warning for warning in warned() if "one shape in some shards" in warning]
     assert told
     assert "['x']" in told[0]

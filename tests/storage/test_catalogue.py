@@ -187,5 +187,5 @@ def test_nested_readers_see_what_the_transaction_around_them_wrote(cache: Cache)
 def test_a_pass_that_is_void_leaves_the_digest_of_the_transform(cache: Cache) -> None:
     """It was recorded before, and tells whether another transform has made the samples."""
     cache.filling.record_transform("3.12:abc")
-    state = cache.filling.adopt("source", LabelNames(0, ""), lambda _: True)
+    state = cache.filling.adopt("source", "data", LabelNames(0, ""), lambda _: True)
     assert (state.source, state.transform) == ("source", "3.12:abc")

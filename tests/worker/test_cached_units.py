@@ -50,7 +50,8 @@ def test_coverage_tells_of_every_sample_whether_some_pass_holds_it(passes: list[
     coverage = Coverage({order(ordinal): span_array(spans) for ordinal, spans in enumerate(passes)})
     units = np.arange(UNITS)
     found = coverage.of(units)
-    for unit, ranges in zip(units.tolist(), found, strict=True):
+    for unit in units.tolist():
+        ranges = found[unit]
         samples = set()
         for ordinal, spans in enumerate(passes):
             position = int(order(ordinal).positions(np.array([unit]))[0])

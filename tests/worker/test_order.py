@@ -109,7 +109,7 @@ def test_the_last_weight_is_reached_and_never_passed() -> None:
 
 
 def test_a_sampler_gives_its_units_in_its_order_with_repeats() -> None:
-    order = UnitOrder(PassPlan("sampler", 0, 0, 5, "", 4), drawn=[3, 3, 0, 4])
+    order = UnitOrder(PassPlan("sampler", 0, 0, 5, "", 4), listed=[3, 3, 0, 4])
     assert all_units(order, 4) == [3, 3, 0, 4]
 
 
@@ -236,3 +236,24 @@ def test_a_pass_takes_up_what_is_an_eighth_more_or_the_end() -> None:
     ended = plan.grown(800, plan.listing, is_complete=True)
     assert (ended.segments, ended.length, ended.growing) == ((800,), 800, False)
     assert not ended.should_grow(2000, is_complete=True)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sequential", "curriculum"])
+@pytest.mark.parametrize("partition", [None, Partition(1, 3)], ids=str)
+def test_units_that_are_read_again_come_first_and_are_known_at_their_first_place(
+    kind: str, partition: Partition | None
+) -> None:
+    made = PassPlan(kind, 3, 1, 90, "", None, partition, again=4).with_length()
+    share = np.arange(90) if partition is None else partition.units(np.arange(partition.length(90)))
+    again = share[[7, 2, 9, 0]]
+    order = UnitOrder(made, listed=np.concatenate([again, share]) if made.is_drawn else again)
+    positions = np.arange(made.length or 0)
+    units = order.units(positions)
+    assert units[:4].tolist() == again.tolist()
+    assert sorted(units[4:].tolist()) == share.tolist()
+    comes_again = order.come_again(positions, units)
+    assert sorted(units[comes_again].tolist()) == sorted(again.tolist())
+    assert not comes_again[:4].any()
+    assert order.positions(units[~comes_again]).tolist() == positions[~comes_again].tolist()
+    assert order.positions(units[comes_again]).max() < 4
+    assert PassPlan.from_json(made.to_json()) == made

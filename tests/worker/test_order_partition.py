@@ -192,7 +192,7 @@ def test_units_are_drawn_in_proportion_to_their_weights_and_without_replacement(
 
 def test_where_a_unit_lies_in_a_drawn_pass_is_found_again() -> None:
     drawn = [7, 1, 5, 3]
-    order = UnitOrder(PassPlan("curriculum", 0, 0, 9, "", 4), drawn=drawn)
+    order = UnitOrder(PassPlan("curriculum", 0, 0, 9, "", 4), listed=drawn)
     assert order.positions(np.arange(9)).tolist() == [-1, 1, -1, 3, -1, 2, -1, 0, -1]
 
 

@@ -91,7 +91,7 @@ def test_each_unit_is_handed_out_once_and_those_of_a_process_that_ends_go_to_ano
         pass
     filling.planner.has_died(0)
     assert filling.take(1, 2) == [1, 3]
-    assert [unit.first for unit in filling.planner._wanted_units([(3, 7)])] == [7]
+    assert [unit.first for unit, _ in filling.planner._units([(3, 7)])] == [7]
     rest = filling.take(2, 100)
     assert rest == [4, *range(10, UNITS)]
     assert (filling.planner.is_open, filling.planner.is_handed_out) == (True, True)

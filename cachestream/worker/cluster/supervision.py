@@ -134,9 +134,7 @@ class SharingProcess:
             assert shared is not None
             return _is_open(spans_of, pass_id, spans, shared, imported.positions)
 
-        is_published = self._requests.publish(process, imported.publication, is_wanted)
-        self._planner.orders.look_again()
-        return is_published
+        return self._requests.publish(process, imported.publication, is_wanted)
 
 
 def _is_open(
