@@ -22,11 +22,15 @@ import xxhash
 from fsspec.utils import get_protocol
 
 from cachestream.config import require
-from cachestream.errors import ConfigError, SourceError
+from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import absolute, extension_of, local_path, parent_of
+from cachestream.transport.file_objects import open_file
+from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
+from cachestream.transport.remote_object import open_stream
+from cachestream.transport.stream import StreamFile
 
 _DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -181,14 +185,20 @@ class Manifest:
             options = storage_options
         remote = Remote(where, options)
         joined = _join_to(self._base(where), self.shown)
-        with map_errors(self.shown, secrets=remote.secrets), _opened(remote, self._ending) as file:
-            try:
-                for name, label in self._entries(file):
-                    yield joined(name), label
-            except ConfigError:  # a ValueError, too
-                raise
-            except (csv.Error, zlib.error, EOFError, ValueError) as error:
-                raise SourceError(f"{self.shown}: the manifest cannot be read: {error}") from error
+        try:
+            with (
+                map_errors(self.shown, secrets=remote.secrets),
+                _opened(remote, where, self.shown, self._ending) as file,
+            ):
+                try:
+                    for name, label in self._entries(file):
+                        yield joined(name), label
+                except ConfigError:  # a ValueError, too
+                    raise
+                except (csv.Error, zlib.error, EOFError, ValueError) as error:
+                    raise SourceError(f"{self.shown}: the manifest cannot be read: {error}") from error
+        except SampleError as error:  # the list is not one file of many
+            raise SourceError(str(error)) from None
 
     @property
     def _ending(self) -> str:
@@ -314,15 +324,20 @@ def is_sound_csv(lines: Iterable[str], delimiter: str, *, skipinitialspace: bool
 
 
 @contextmanager
-def _opened(remote: Remote, ending: str) -> Iterator[Any]:
+def _opened(remote: Remote, url: str, shown: str, ending: str) -> Iterator[Any]:
     """Open a list: Parquet as bytes, others as text, whose lines end with line feeds alone."""
-    filesystem, path = remote.open_for_listing()
-    with filesystem.open(path, "rb") as raw, gzip.open(raw) if ending.endswith(".gz") else raw as file:
-        if ending.endswith(_PARQUET):
+    path = remote.path_of(url)
+    if ending.endswith(_PARQUET):
+        with open_file(remote, path, shown) as file:
             yield file
-        else:
-            with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n") as text:
-                yield text
+        return
+    with open_stream(remote, path, shown) as stream:
+        raw: Any = io.BufferedReader(StreamFile(stream), PIECE_BYTES)
+        with (
+            gzip.open(raw) if ending.endswith(".gz") else raw as data,
+            io.TextIOWrapper(data, "utf-8-sig", "surrogateescape", newline="\n") as text,
+        ):
+            yield text
 
 
 def _is_local(url: str) -> bool:

@@ -6,11 +6,10 @@ Resuming, deadlines, versions and accounting exist once, above the backends, in 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,7 +76,7 @@ class Body:
     version: Version
     read: Callable[[int], Awaitable[Any]]
     close: Callable[[], None]
-    seek: Callable[[int], object] | None = None  # only of a blocking driver
+    seek: Callable[[int], Awaitable[None]] | None = None  # only of a blocking driver
 
 
 class Backend:
@@ -272,7 +271,7 @@ class CallBackend(Backend):
         return metering.at_most(self._call_size.nbytes)
 
     async def stat(self, path: str) -> Version:
-        info = await self.driver.filesystem._info(path)
+        info = await self.driver.call("info", path)
         told = _version_of_info(info)
         # The client unpacks what Google's storage keeps packed, to another size than the one told.
         if info.get("contentEncoding") in _NOT_ENCODED:
@@ -321,38 +320,35 @@ class BlockingBackend(Backend):
     request_bytes = metering.NO_LIMIT_BYTES
 
     async def stat(self, path: str) -> Version:
-        return _version_of_info(self.driver.filesystem.info(path))
+        return _version_of_info(await self.driver.call("info", path))
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        most = self._call_size.nbytes
+        run, most = self.driver.run, self._call_size.nbytes
         ahead = {"block_size": most if most < CALL_BYTES else None}
         options = ahead if stop is None else {"cache_type": "none"}
-        with _closed_connections():
-            file = self.driver.filesystem.open(path, "rb", **options)
-            if start < 0:
-                file.seek(0, os.SEEK_END)  # of SFTP, this returns nothing
-                start = max(0, file.tell() + start)
-            if start or file.tell():
-                file.seek(start)
+        file = await self.driver.call("open", path, "rb", **options)
+        if start < 0:
+            await run(lambda: file.seek(0, os.SEEK_END))  # of SFTP, this returns nothing
+            start = max(0, await run(file.tell) + start)
+        if start or file.tell():
+            await run(lambda: file.seek(start))
 
         async def read(nbytes: int) -> bytes:
             begun_s = time.monotonic()
-            with _closed_connections():
-                data: bytes = file.read(min(nbytes, metering.at_most(self._call_size.nbytes)))
+            data: bytes = await run(lambda: file.read(min(nbytes, metering.at_most(self._call_size.nbytes))))
             self._call_size.took(len(data), time.monotonic() - begun_s)
             return data
 
+        async def seek(offset: int) -> None:
+            await run(lambda: file.seek(offset))
+
+        def close() -> None:
+            if self.driver.caller is not None:
+                self.driver.caller.submit(file.close)
+
         info = getattr(file, "details", None)  # which files of SFTP and HDFS have not
-        told = _version_of_info(info if isinstance(info, dict) else self.driver.filesystem.info(path))
-        return Body(start, told, read, file.close, file.seek)
-
-
-@contextlib.contextmanager
-def _closed_connections() -> Iterator[None]:
-    try:
-        yield
-    except EOFError as error:  # ftplib's error if the server closed the connection
-        raise ConnectionError(f"the connection was closed {error}") from error
+        told = _version_of_info(info if isinstance(info, dict) else await self.driver.call("info", path))
+        return Body(start, told, read, close, seek)
 
 
 def _version_of_info(info: dict[str, Any]) -> Version:

@@ -6,6 +6,7 @@ gives up.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import math
 import random
@@ -69,7 +70,7 @@ class RangeRequest:
             body = self._body = await self._open()
         elif at != self.position:
             assert body.seek is not None
-            body.seek(at)
+            await body.seek(at)
             self.position = at
         out, ended, enough_s = memoryview(b""), False, time.monotonic() + patience_s
         try:
@@ -230,6 +231,17 @@ class Download:
         patience_s = self._patience_s if driver.is_async else 0.0  # a read of a blocking driver is one call
         self._pending = driver.submit(request.read, self.offset, self.room, self._step_bytes, patience_s)
 
+    async def arrival(self) -> None:
+        """Request the next piece, and wait on any event loop until it is there, or late."""
+        self.ask()
+        if self._pending is None:
+            return
+        arrived = asyncio.wrap_future(self._pending)
+        arrived.add_done_callback(lambda one: one.cancelled() or one.exception())  # `take` raises it
+        while not arrived.done() and time.monotonic() < self._asked_s + self._deadline_s:
+            await asyncio.wait([arrived], timeout=metering.TICK_S)
+            metering.fetched(0)
+
     def _likely_bytes(self) -> int:
         """Return how many bytes the next piece is likely to have."""
         size, offset = self._file.version.size_bytes, self.offset
@@ -270,7 +282,7 @@ class Download:
         request, self._request = self._request, None
         if request is not None and not request.is_done:
             request.is_given_up = True
-            request.backend.driver.later(request.close)
+            request.backend.driver.loop.call_soon_threadsafe(request.close)
 
     def _cancel(self) -> None:
         pending, self._pending = self._pending, None

@@ -18,7 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Final, TypeVar
+
+from fsspec.asyn import get_loop
 
 from cachestream.transport import metering
 
@@ -34,7 +37,6 @@ MOST_LATE: Final = 64  # calls in a process that nobody waits for any more
 CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
 _LEAST_CALL_BYTES: Final = 64 << 10
 _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
-_LATE: Final = "late driver call"
 
 _Call = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
 
@@ -91,22 +93,24 @@ class CallSize:
 
 
 class Caller:
-    """A thread that makes blocking calls for another thread, which waits for them with a deadline.
+    """A thread that makes blocking calls, one after the other, and keeps no process alive.
 
-    A Caller whose call is late must not be used again: its thread ends when the call returns, and keeps no
-    process alive.
+    A Caller whose call is late is abandoned: its thread ends when the call returns. Raises TimeoutError where
+    `MOST_LATE` calls of this process are late.
     """
 
+    late: ClassVar[set[threading.Thread]] = set()
+
     def __init__(self) -> None:
-        late = [thread for thread in threading.enumerate() if thread.name == _LATE]
-        if len(late) >= MOST_LATE:  # calls do not return any more: hang, so that this process is replaced
-            late[0].join()
+        if len(self.late) >= MOST_LATE:
+            raise TimeoutError(f"{MOST_LATE} calls of drivers have not returned; restart this process")
         self._calls = queue.SimpleQueue[_Call | None]()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name="driver", daemon=True)
         self._thread.start()
 
     def __del__(self) -> None:
-        self._calls.put(None)
+        if hasattr(self, "_calls"):
+            self._calls.put(None)
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have `call` made after those that were submitted before."""
@@ -114,22 +118,10 @@ class Caller:
         self._calls.put((call, future))
         return future
 
-    def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Make `call` and return its result; report signs of life meanwhile. Raises TimeoutError after
-        `timeout_s`.
-        """
-        future = self.submit(call)
-        try:
-            found: T = result_of(future, timeout_s)
-        except TimeoutError:
-            if future.cancelled():
-                self.abandon()
-            raise
-        return found
-
     def abandon(self) -> None:
         """Count the thread as late until its call returns."""
-        self._thread.name = _LATE
+        self.late.add(self._thread)
+        self.submit(partial(self.late.discard, self._thread))
 
 
 def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
@@ -148,39 +140,40 @@ def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
 class Driver:
     """An open filesystem of fsspec, and where its calls run.
 
-    Those of an asynchronous one run on its event loop, for all threads. A blocking one serves one thread, as
-    fsspec's synchronous filesystems are not thread-safe; its `caller` makes the calls.
+    An asynchronous one serves all threads. A blocking one serves one thread, as fsspec's synchronous
+    filesystems are not thread-safe; its `caller` makes the calls.
     """
 
     filesystem: Any
+    path: str  # of the URL that it was opened with
     caller: Caller | None
 
     @property
     def is_async(self) -> bool:
         return self.caller is None
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of an asynchronous filesystem, or the one that waits for the `caller`."""
+        found: asyncio.AbstractEventLoop = self.filesystem.loop if self.is_async else get_loop()
+        return found
+
     def submit(
         self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
     ) -> concurrent.futures.Future[T]:
-        """Run the coroutine `work(*arguments)`. Where the filesystem blocks, so may the coroutine."""
-        if self.caller is None:
-            return asyncio.run_coroutine_threadsafe(work(*arguments), self.filesystem.loop)
-        return self.caller.submit(lambda: run_blocking(work(*arguments)))
+        """Run the coroutine `work(*arguments)` on the loop."""
+        return asyncio.run_coroutine_threadsafe(work(*arguments), self.loop)
 
-    def later(self, call: Callable[[], Any]) -> None:
-        """Make `call` after what was submitted before, without waiting for it."""
-        if self.caller is None:
-            self.filesystem.loop.call_soon_threadsafe(call)
-        else:
-            self.caller.submit(call)
+    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call the filesystem's method `name`. Awaited on the loop, as `run` is."""
+        if self.is_async:
+            return await getattr(self.filesystem, f"_{name}")(*arguments, **options)
+        return await self.run(partial(getattr(self.filesystem, name), *arguments, **options))
 
-
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits for an event loop, and return its result."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        found: T = done.value
-        return found
-    coroutine.close()
-    raise RuntimeError("a coroutine that must not wait does")
+    async def run(self, call: Callable[[], T]) -> T:
+        """Make a blocking call in the thread of the `caller`."""
+        assert self.caller is not None
+        try:
+            return await asyncio.wrap_future(self.caller.submit(call))
+        except EOFError as error:  # raised by ftplib when the server hangs up
+            raise ConnectionError(f"the connection was closed {error}") from error

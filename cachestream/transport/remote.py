@@ -13,7 +13,9 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -23,13 +25,23 @@ from fsspec.utils import get_protocol
 from cachestream.config import check_mapping, collection_paused, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import metering, object_limit
-from cachestream.transport.driver import CONNECT_S, FIRST_BYTE_S, STALL_S, Caller, CallSize, Driver
-from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
+from cachestream.transport.driver import (
+    CONNECT_S,
+    FIRST_BYTE_S,
+    STALL_S,
+    Caller,
+    CallSize,
+    Driver,
+    result_of,
+)
+from cachestream.transport.remote_errors import classify, map_errors, patiently, redact, redact_text
+
+T = TypeVar("T")
 
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
+PAGE_TIMEOUT_S: Final = 60.0  # to list a folder, or a page of it
 # At least as many as there can be requests: a wait for a free connection would count as a late answer.
 MAX_CONNECTIONS: Final = 256
-LIST_ATTEMPTS: Final = 4
 _S3: Final = ("s3", "s3a")
 
 # Values under these names may be shown; all others in storage_options may be secrets.
@@ -67,17 +79,17 @@ def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(secrets, key=len, reverse=True))
 
 
-def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]:
-    """Return `options` for s3fs, with our deadlines, pool size and retries unless the user gave others.
+def _with_s3_limits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` for s3fs, with our deadlines and pool size unless the user gave others, and no retries.
 
-    The retries of botocore and s3fs multiply to several minutes without a sign of life. Reads are retried by
-    the caller of the source instead.
+    The retries of botocore and s3fs multiply to several minutes without a sign of life. `ask` retries, and
+    the caller of a source.
     """
     config = {
         "connect_timeout": CONNECT_S,
         "read_timeout": STALL_S,
         "max_pool_connections": MAX_CONNECTIONS,
-        "retries": {"mode": "standard", "total_max_attempts": attempts},
+        "retries": {"mode": "standard", "total_max_attempts": 1},
     }
     return {
         "use_listings_cache": False,
@@ -218,13 +230,13 @@ class Remote:
             ) from None
 
     @collection_paused()
-    def _open(self, attempts: int) -> tuple[Any, str]:
+    def _open(self) -> tuple[Any, str]:
         """Open a new filesystem; return it and the path of this Remote's URL in it."""
         options: dict[str, Any] = dict(self._options)
         if self.is_s3:
-            options = _with_s3_limits(options, attempts)
+            options = _with_s3_limits(options)
         elif "s3" in options:
-            options["s3"] = _with_s3_limits(options["s3"], attempts)
+            options["s3"] = _with_s3_limits(options["s3"])
         if self.protocol == "ftp":
             options.setdefault("timeout", FIRST_BYTE_S)
         where = redact(self._url)
@@ -253,9 +265,38 @@ class Remote:
         usual = self._mean_object_bytes
         self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
 
+    def path_of(self, url: str) -> str:
+        """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this Remote's."""
+        if "::" in url:
+            return self.driver().path
+        return str(fsspec.get_filesystem_class(self.protocol)._strip_protocol(url))
+
     def open_for_listing(self) -> tuple[Any, str]:
-        """Open a separate filesystem, which retries requests itself; return it and this URL's path in it."""
-        return self._open(LIST_ATTEMPTS)
+        """Return the filesystem, and this URL's path in it."""
+        return self.driver().filesystem, self.path_of(self._url)
+
+    def ask(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Return the answer of the filesystem's method `name`.
+
+        Asks again while the remote is unavailable, as `patiently` does, and reports signs of life.
+        """
+        self.driver()  # not again and again
+
+        def once() -> Any:
+            driver = self.driver()
+            asked = driver.submit(partial(driver.call, name, *arguments, **options))
+            return self.answer_of(driver, asked)
+
+        return patiently(once)
+
+    def answer_of(self, driver: Driver, asked: Future[T], timeout_s: float = PAGE_TIMEOUT_S) -> T:
+        """Wait for what was submitted to `driver`, such as a page of a listing."""
+        try:
+            found: T = result_of(asked, timeout_s)
+        except Exception as error:
+            self.note_failure(driver, error)
+            raise
+        return found
 
     @property
     def most_bytes(self) -> int:
@@ -273,13 +314,23 @@ class Remote:
             with self._lock if shared else contextlib.nullcontext():
                 known = self._opened_driver()  # another thread was first
                 if known is None:
-                    caller = Caller()
-                    filesystem, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
-                    if filesystem.async_impl:
-                        known = self._shared = Driver(filesystem, None)
-                    else:
-                        known = self._per_thread.driver = Driver(filesystem, caller)
+                    known = self._open_driver()
         return known
+
+    def _open_driver(self) -> Driver:
+        caller = Caller()
+        opening = caller.submit(self._open)
+        try:
+            filesystem, path = result_of(opening, OPEN_TIMEOUT_S)
+        except TimeoutError:
+            if opening.cancelled():
+                caller.abandon()
+            raise
+        if filesystem.async_impl:
+            self._shared = Driver(filesystem, path, None)
+            return self._shared
+        self._per_thread.driver = made = Driver(filesystem, path, caller)
+        return made
 
     def note_failure(self, driver: Driver, error: Exception) -> None:
         """Adapt to a call of `driver` that failed.

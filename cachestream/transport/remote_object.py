@@ -9,13 +9,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -23,20 +22,17 @@ from cachestream.errors import SampleError
 from cachestream.transport import metering, object_limit
 from cachestream.transport.backends import Span, Version, WrongAnswerError, backend_of
 from cachestream.transport.download import PART_BYTES, RESUMES, Download
-from cachestream.transport.driver import PIECE_S, result_of, run_blocking
+from cachestream.transport.driver import PIECE_S
 from cachestream.transport.local_files import LocalFile, LocalStream, fetch_local
 from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import (
     backoff_delays,
     classify,
-    classify_and_report,
     map_errors,
     redact,
 )
 from cachestream.transport.stream import Stream
-
-T = TypeVar("T")
 
 STREAM_BYTES: Final = 32 << 20  # a whole object is one stream up to here; the rest comes in parts
 PARALLEL: Final = 4
@@ -44,7 +40,6 @@ GAP_BYTES: Final = 64 << 10  # about as many as arrive in the time that one more
 ENOUGH_S: Final = 0.1  # an incomplete piece is handed over after this time
 # The size of the first request beyond `likely_stop`; each next one asks for as much as came beyond it before.
 BEYOND_BYTES: Final = 32 << 10
-ATTEMPTS: Final = 4  # of `patiently`
 
 
 class RemoteObject:
@@ -96,9 +91,9 @@ class RemoteObject:
         backend = backend_of(self.remote)
         metering.asking(1)
         try:
-            found: Version = result_of(backend.driver.submit(backend.stat, self.path), backend.deadline_s(1))
+            asked = backend.driver.submit(backend.stat, self.path)
+            found = self.remote.answer_of(backend.driver, asked, backend.deadline_s(1))
         except Exception as error:
-            self.remote.note_failure(backend.driver, error)
             if classify(error) != "range":
                 raise
             return Version(0)
@@ -119,7 +114,7 @@ class RemoteObject:
         """Return the bytes that exist from `start` (negative: from the end) to `stop` (None: the end)."""
         if self._local is None and backend_of(self.remote).tells_version:
             memory = _Memory(self.remote.most_bytes, stop)
-            run_blocking(self._fill_memory(memory, start, stop))
+            self._fill_memory(memory, start, stop)
             return memory.all()[min(start, 0) :]  # where no size is told, a suffix comes with all before it
         first, last, _ = slice(start, stop).indices(self.look().size_bytes)
         return self.read(first, last)
@@ -127,29 +122,23 @@ class RemoteObject:
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
 
-        Reads that are gathered on one event loop send all their requests first; each then blocks the loop
-        until its own bytes have come. Not for local files.
+        For reads that are gathered on an event loop. Not for local files.
         """
         memory = _Memory(self.remote.most_bytes, stop)
-        await self._fill_memory(memory, start, stop, on_loop=True)
+        with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
+            while not download.is_done:
+                await download.arrival()
+                if not memory.added(download.take()):
+                    break
         if (start, stop) == (0, None):
             self.remote.saw_object(memory.num_bytes)
         return memory.all()[min(start, 0) :]
 
-    async def _fill_memory(
-        self, memory: _Memory, start: int, stop: int | None, *, on_loop: bool = False
-    ) -> bool:
-        """Read from `start` to `stop`; true if the file ends there. Waits for an event loop only
-        `on_loop`.
-        """
+    def _fill_memory(self, memory: _Memory, start: int, stop: int | None) -> bool:
+        """Read from `start` to `stop`; return whether the file ends there."""
         with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
-            while not download.is_done:
-                if on_loop:  # after others had the chance to send their requests
-                    download.ask()
-                    await asyncio.sleep(0)
-                if not (piece := download.take()):
-                    break
-                memory.added(len(piece))
+            while not download.is_done and memory.added(download.take()):
+                pass
             return download.is_at_end
 
     def read_all(self) -> memoryview:
@@ -157,7 +146,7 @@ class RemoteObject:
         backend = backend_of(self.remote)
         stop = min(STREAM_BYTES, backend.request_bytes) if backend.takes_parts else None
         memory = _Memory(self.remote.most_bytes, None)
-        is_at_end = run_blocking(self._fill_memory(memory, 0, stop))
+        is_at_end = self._fill_memory(memory, 0, stop)
         have = memory.num_bytes
         if have == stop and not is_at_end:
             size_bytes = self.look().size_bytes
@@ -268,10 +257,14 @@ class _Memory:
             self._buffer = buffer
         return self._buffer[offset - self._first :]
 
-    def added(self, nbytes: int) -> None:
-        """Count `nbytes`, which came into the last room. Raises TooLargeError above the limit."""
-        self.num_bytes += nbytes
+    def added(self, piece: memoryview) -> bool:
+        """Count a piece, which came into the last room; return whether it has any bytes.
+
+        Raises TooLargeError above the limit.
+        """
+        self.num_bytes += len(piece)
         object_limit.check(self.num_bytes, self._most_bytes)
+        return len(piece) > 0
 
     def all(self) -> memoryview:
         """Return the bytes that came, writable."""
@@ -355,19 +348,6 @@ def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple
         else:
             merged.append(((start, stop), [position]))
     return merged
-
-
-def patiently(look: Callable[[], T]) -> T:
-    """Call `look` and return its result; try up to `ATTEMPTS` times while the remote is unavailable."""
-    delays = backoff_delays(random)
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return look()
-        except Exception as error:
-            if classify_and_report(error) != "unavailable":
-                raise
-        metering.wait(next(delays))
-    return look()
 
 
 def fetch(remote: Remote, path: str) -> memoryview:

