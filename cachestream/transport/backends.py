@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cachestream.transport import metering, object_limit
 from cachestream.transport.driver import (
-    CALL_BYTES,
+    CALL_MIB_S,
     CALL_S,
     CONNECT_S,
     FIRST_BYTE_S,
@@ -28,6 +27,8 @@ from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object, target_of
+
+PART_BYTES: Final = 4 << 20  # of a part that is requested by itself, and of a call
 
 Span = tuple[int, int]  # a part of a file: its first byte, and the byte after its last one
 
@@ -90,7 +91,7 @@ class Backend:
     streams = tells_version = takes_parts = True
 
     def __init__(self, remote: Remote, driver: Driver) -> None:
-        self._call_size, self.driver = remote.call_size, driver
+        self.driver, self._most_bytes = driver, remote.most_bytes
 
     @property
     def request_bytes(self) -> int:
@@ -99,7 +100,7 @@ class Backend:
 
     def deadline_s(self, nbytes: int) -> float:
         """Return the deadline for a step that reads `nbytes`."""
-        return CALL_S + (PIECE_S * -(-nbytes // PIECE_BYTES) if self.streams else 0.0)
+        return CALL_S + (PIECE_S if self.streams else CALL_MIB_S) * -(-nbytes // PIECE_BYTES)
 
     async def stat(self, path: str) -> Version:
         """Return the current version of a file."""
@@ -147,24 +148,15 @@ class S3Backend(_StreamingBackend):
         asking = get_object(filesystem, target_of(filesystem, path), Range=_range_header(start, stop))
         # The user's own read timeout wins.
         answer = await in_time(asking, FIRST_BYTE_S if read_s == STALL_S else read_s)
+        headers = answer["ResponseMetadata"]["HTTPHeaders"]
+        # Some servers send a part with status 200.
+        status = 206 if "content-range" in headers else answer["ResponseMetadata"]["HTTPStatusCode"]
         try:
-            begin, told = version_of_s3(answer, start, stop)
+            begin, told = _told(start, stop, status, headers, int(headers.get("content-length", -1)))
         except BaseException:
             answer["Body"].close()
             raise
         return Body(begin, told, answer["Body"].read, answer["Body"].close)
-
-
-def version_of_s3(answer: dict[str, Any], start: int = 0, stop: int | None = None) -> tuple[int, Version]:
-    """Return the offset of the first byte in an answer of S3, and the version of the whole object.
-
-    Raises WrongAnswerError unless it is an answer to a request for the bytes from `start` to `stop`.
-    """
-    content_range = answer.get("ContentRange")
-    # Some servers send a part with status 200.
-    status = 206 if content_range else answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 200)
-    begin, size = _place_of(start, stop, status, content_range, int(answer["ContentLength"]))
-    return begin, Version(size, _tag(answer.get("ETag")))
 
 
 class WebBackend(_StreamingBackend):
@@ -197,12 +189,11 @@ class WebBackend(_StreamingBackend):
                 raise WrongAnswerError(f"the bytes from {start} on are refused (416, {told_range})")
             response.raise_for_status()
             length = -1 if _is_encoded(response) else int(response.headers.get("Content-Length", -1))
-            begin, size = _place_of(start, stop, response.status, told_range, length)
+            begin, told = _told(start, stop, response.status, response.headers, length)
         except BaseException:
             response.close()
             raise
-        tag = _tag(response.headers.get("ETag")) or response.headers.get("Last-Modified") or ""
-        return Body(begin, Version(size, str(tag)), response.content.read, response.close)
+        return Body(begin, told, response.content.read, response.close)
 
 
 def _range_header(start: int, stop: int | None) -> str:
@@ -211,16 +202,19 @@ def _range_header(start: int, stop: int | None) -> str:
     return f"bytes={start}-{'' if stop is None else max(start, stop - 1)}"
 
 
-def _place_of(
-    start: int, stop: int | None, status: int, content_range: str | None, length: int
-) -> tuple[int, int]:
-    """Return the offset of an answer's first byte and the size of the whole file, -1 where it is not told.
+def _told(
+    start: int, stop: int | None, status: int, headers: Mapping[str, str], length: int
+) -> tuple[int, Version]:
+    """Return the offset of an answer's first byte, and the version of the whole file as far as it is told.
 
     Raises WrongAnswerError unless it answers a request for the bytes from `start` to `stop`: all numbers that
     it tells must fit. It may be the whole file, or end early.
     """
+    # A weak ETag, as a proxy makes it, is of the same bytes.
+    tag = headers.get("etag", "").removeprefix("W/") or headers.get("last-modified", "")
     if status in (200, 203):
-        return 0, length
+        return 0, Version(length, tag)
+    content_range = headers.get("content-range")
     match = _CONTENT_RANGE.fullmatch(content_range or "")
     if status != 206 or match is None:
         raise WrongAnswerError(f"status {status} with Content-Range {content_range!r} is no answer to a read")
@@ -233,12 +227,7 @@ def _place_of(
             f"asked for {_range_header(start, stop)}, a server or a proxy sent {content_range!r} "
             f"({length} bytes)"
         )
-    return first, size
-
-
-def _tag(etag: Any) -> str:
-    """Return an ETag without the mark of a weak one, which a proxy adds for the same bytes."""
-    return str(etag or "").removeprefix("W/")
+    return first, Version(size, tag)
 
 
 def _is_encoded(response: Any) -> bool:
@@ -262,13 +251,9 @@ class CallBackend(Backend):
 
     streams = tells_version = False
 
-    def __init__(self, remote: Remote, driver: Driver) -> None:
-        super().__init__(remote, driver)
-        self._most_bytes = remote.most_bytes
-
     @property
     def request_bytes(self) -> int:
-        return metering.at_most(self._call_size.nbytes)
+        return metering.at_most(PART_BYTES)
 
     async def stat(self, path: str) -> Version:
         info = await self.driver.call("info", path)
@@ -283,12 +268,10 @@ class CallBackend(Backend):
         if start < 0:  # the answer would not tell where its bytes lie
             version = version if version.size_bytes >= 0 else await self.stat(path)
             start = max(0, version.size_bytes + start)
-        begun_s = time.monotonic()
         if version.is_unsized:
             return body_of(await self.driver.filesystem._cat_file(path), 0, version)
         span = {} if start == 0 and stop is None else {"start": start, "end": stop}
         data: bytes = await self.driver.filesystem._cat_file(path, **span)
-        self._call_size.took(len(data), time.monotonic() - begun_s)
         if stop is not None and len(data) > stop - start:
             raise WrongAnswerError(
                 f"{len(data)} bytes came for the {stop - start} asked for; is it packed by Content-Encoding?"
@@ -313,7 +296,7 @@ def body_of(data: bytes, start: int, version: Version) -> Body:
 class BlockingBackend(Backend):
     """A synchronous driver of fsspec: an open file is a request, and each of its reads a call.
 
-    It reads ahead as much as the driver does by default, or less after a late call; for parts, not at all.
+    It reads ahead as much as the driver does by default; for parts, not at all.
     """
 
     streams = takes_parts = False
@@ -323,9 +306,8 @@ class BlockingBackend(Backend):
         return _version_of_info(await self.driver.call("info", path))
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        run, most = self.driver.run, self._call_size.nbytes
-        ahead = {"block_size": most if most < CALL_BYTES else None}
-        options = ahead if stop is None else {"cache_type": "none"}
+        run = self.driver.run
+        options = {} if stop is None else {"cache_type": "none"}
         file = await self.driver.call("open", path, "rb", **options)
         if start < 0:
             await run(lambda: file.seek(0, os.SEEK_END))  # of SFTP, this returns nothing
@@ -334,9 +316,7 @@ class BlockingBackend(Backend):
             await run(lambda: file.seek(start))
 
         async def read(nbytes: int) -> bytes:
-            begun_s = time.monotonic()
-            data: bytes = await run(lambda: file.read(min(nbytes, metering.at_most(self._call_size.nbytes))))
-            self._call_size.took(len(data), time.monotonic() - begun_s)
+            data: bytes = await run(lambda: file.read(nbytes))
             return data
 
         async def seek(offset: int) -> None:

@@ -11,12 +11,12 @@ import concurrent.futures
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from cachestream.transport import metering
 from cachestream.transport.backends import (
+    PART_BYTES,
     Backend,
     Body,
     Version,
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 # Returns the memory for the bytes from an offset on, of a file of a size (-1: unknown).
 Room = Callable[[int, int], memoryview]
 
-PART_BYTES: Final = 4 << 20  # of a part that is requested by itself
-RESUMES: Final = 4  # in a row, without a whole piece in between
-MORE_RESUMES: Final = 8  # about a minute, where reading anew would lose a whole piece or more
+RESUMES: Final = 8  # in a row, without a whole piece in between: about a minute
 
 
 class _TooSlowError(TimeoutError):
@@ -153,16 +151,6 @@ class RangeRequest:
             body.close()
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The bytes, waits and failures since the last whole `PIECE_BYTES` came."""
-
-    num_bytes: int = 0
-    waited_s: float = 0.0
-    failures: int = 0
-    delays: Iterator[float] = field(default_factory=lambda: backoff_delays(random))
-
-
 class Download:
     """The bytes of a file from `offset` on, in order, of one version: requests that continue one another.
 
@@ -174,7 +162,7 @@ class Download:
 
     An error is resumed after a pause, by a request for the bytes that are missing, if the remote is
     unavailable and has sent bytes before (`num_bytes`): at most `RESUMES` times without a whole `PIECE_BYTES`
-    in between, or `MORE_RESUMES` after such a piece. A read that never began is retried by the caller, with
+    in between. A read that never began is retried by the caller, with
     the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A
     wrong answer is asked for again as often, whether bytes came before or not, and is final then.
 
@@ -198,7 +186,12 @@ class Download:
         self._request: RangeRequest | None = None
         self._pending: concurrent.futures.Future[memoryview] | None = None
         self._asked_s = self._deadline_s = 0.0
-        self._progress = _Progress()
+        self._begin_piece()
+
+    def _begin_piece(self) -> None:
+        """Count bytes, waits and failures since the last whole `PIECE_BYTES`."""
+        self._piece_bytes, self._waited_s, self._failures = 0, 0.0, 0
+        self._delays = backoff_delays(random)
 
     @property
     def is_at_end(self) -> bool:
@@ -224,7 +217,8 @@ class Download:
             stop = None if most == math.inf else int(most)
             request = self._request = RangeRequest(self._file, backend, self.offset, stop)
         nbytes = self._likely_bytes()
-        metering.asking(nbytes)
+        is_known = self._file.version.size_bytes >= 0 or self.stop is not None
+        metering.asking(nbytes if is_known else 1)  # the rest is paid for when it comes
         driver = request.backend.driver
         self._asked_s = time.monotonic()
         self._deadline_s = request.backend.deadline_s(nbytes)
@@ -244,15 +238,10 @@ class Download:
 
     def _likely_bytes(self) -> int:
         """Return how many bytes the next piece is likely to have."""
-        size, offset = self._file.version.size_bytes, self.offset
-        if offset < 0:
-            return -offset
-        nbytes = self._step_bytes
-        if self.stop is not None:
-            nbytes = min(nbytes, self.stop - offset)
-        if size >= 0:
-            return min(nbytes, size - offset)
-        return nbytes if self.num_bytes else min(nbytes, self._file.remote.likely_bytes())
+        if self.offset < 0:
+            return -self.offset
+        ends = (end for end in (self.stop, self._file.version.size_bytes) if end is not None and end >= 0)
+        return min((self._step_bytes, *(end - self.offset for end in ends)))
 
     def take(self) -> memoryview:
         """Wait for the pending piece, or the next one; none at the end of the file."""
@@ -265,8 +254,8 @@ class Download:
             except Exception as error:
                 if not self._may_resume(error):
                     raise
-            self._progress.failures += 1
-            metering.wait(next(self._progress.delays))
+            self._failures += 1
+            metering.wait(next(self._delays))
         return memoryview(b"")
 
     def seek(self, offset: int) -> None:
@@ -300,13 +289,12 @@ class Download:
             self._request = None
         metering.fetched(len(piece))
         self.num_bytes += len(piece)
-        progress = self._progress
-        progress.num_bytes += len(piece)
-        progress.waited_s += time.monotonic() - begun_s
-        if progress.num_bytes >= PIECE_BYTES:
-            self._progress = _Progress()
-        elif progress.waited_s > PIECE_S and request.backend.streams and not self.is_done:
-            raise _TooSlowError(f"only {progress.num_bytes} bytes came within {progress.waited_s:.0f} s")
+        self._piece_bytes += len(piece)
+        self._waited_s += time.monotonic() - begun_s
+        if self._piece_bytes >= PIECE_BYTES:
+            self._begin_piece()
+        elif self._waited_s > PIECE_S and request.backend.streams and not self.is_done:
+            raise _TooSlowError(f"only {self._piece_bytes} bytes came within {self._waited_s:.0f} s")
         return piece
 
     def _may_resume(self, error: Exception) -> bool:
@@ -318,5 +306,4 @@ class Download:
         is_wrong = isinstance(error, WrongAnswerError)
         if isinstance(error, _TooSlowError) or not (is_wrong or classify_and_report(error) == "unavailable"):
             return False
-        most = RESUMES if self.num_bytes < PIECE_BYTES else MORE_RESUMES
-        return (is_wrong or self.num_bytes > 0) and self._progress.failures < most
+        return (is_wrong or self.num_bytes > 0) and self._failures < RESUMES

@@ -3,7 +3,7 @@
 | | connect | first byte | stalled body | whole object |
 |-|-|-|-|-|
 | S3, HTTP | `CONNECT_S` | `FIRST_BYTE_S` | `STALL_S` | `PIECE_S` for each MiB |
-| other drivers, which only return whole calls | `CALL_S` a call; after a late one, calls are smaller | | | |
+| other drivers, which only return whole calls | `CALL_S` a call, and `CALL_MIB_S` for each MiB | | | |
 | local files | the kernel's; the sampling process is replaced after `hang_timeout_s` | | | |
 """
 
@@ -33,10 +33,8 @@ STALL_S: Final = 20.0
 CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 # A connection that brings less than a MiB, or than the rest of the object, in this time counts as broken.
 PIECE_S: Final = 60.0
+CALL_MIB_S: Final = 15.0
 MOST_LATE: Final = 64  # calls in a process that nobody waits for any more
-CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
-_LEAST_CALL_BYTES: Final = 64 << 10
-_QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
 
 _Call = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
 
@@ -70,26 +68,10 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float, since_s:
             future.exception(min(left_s, metering.TICK_S))
         except concurrent.futures.TimeoutError:
             metering.fetched(0)
-    return future.result()
-
-
-class CallSize:
-    """The bytes that one call asks of a driver that returns nothing before all have arrived. Thread-safe.
-
-    It starts at `CALL_BYTES`, is divided by four after a late call, and doubled after a quick one.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = CALL_BYTES
-
-    def took(self, nbytes: int, took_s: float) -> None:
-        """Adapt to a call that returned `nbytes` after `took_s`."""
-        if nbytes >= self.nbytes and took_s < _QUICK_SHARE * CALL_S:
-            self.nbytes = min(2 * self.nbytes, CALL_BYTES)
-
-    def was_late(self) -> None:
-        """Adapt to a call that did not return in time."""
-        self.nbytes = max(self.nbytes // 4, _LEAST_CALL_BYTES)
+    try:
+        return future.result()
+    finally:
+        del future  # whose error refers to this frame
 
 
 class Caller:

@@ -24,13 +24,12 @@ from fsspec.utils import get_protocol
 
 from cachestream.config import check_mapping, collection_paused, parse_size
 from cachestream.errors import ConfigError
-from cachestream.transport import metering, object_limit
+from cachestream.transport import object_limit
 from cachestream.transport.driver import (
     CONNECT_S,
     FIRST_BYTE_S,
     STALL_S,
     Caller,
-    CallSize,
     Driver,
     result_of,
 )
@@ -50,7 +49,6 @@ _PUBLIC_OPTIONS: Final = frozenset(
      "endpoint", "endpoint_url", "host", "location", "mode", "org", "profile", "project", "protocol", "ref",
      "region", "region_name", "repo", "repo_type", "revision", "sha", "signature_version", "version_id"}
 )  # fmt: skip
-_MEAN_GAIN: Final = 0.1
 _MIN_SECRET_CHARS: Final = 4  # masking a shorter one would destroy messages
 
 
@@ -173,8 +171,6 @@ class Remote:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._shared: Driver | None = None
-        self._mean_object_bytes = 0.0  # of the objects that are read whole; a running mean
-        self.call_size = CallSize()
         self._per_thread = threading.local()
 
     def __getstate__(self) -> tuple[str, dict[str, Any], int]:
@@ -256,15 +252,6 @@ class Remote:
                 ) from None
         return filesystem, str(path)
 
-    def likely_bytes(self) -> int:
-        """Return how many bytes a request for a whole object is likely to bring."""
-        return metering.at_most(int(self._mean_object_bytes or metering.NO_LIMIT_BYTES))
-
-    def saw_object(self, nbytes: int) -> None:
-        """Add an object that was read whole to the mean size."""
-        usual = self._mean_object_bytes
-        self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
-
     def path_of(self, url: str) -> str:
         """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this Remote's."""
         if "::" in url:
@@ -333,16 +320,12 @@ class Remote:
         return made
 
     def note_failure(self, driver: Driver, error: Exception) -> None:
-        """Adapt to a call of `driver` that failed.
+        """Have the next call open another filesystem if a call of a blocking `driver` failed.
 
-        After a late call, calls are smaller. An error may leave the connection of a blocking driver unusable,
-        and some keep one for ever: the next call opens another filesystem then.
+        The error may have left its connection unusable, and some keep one for ever.
         """
-        is_late = isinstance(error, TimeoutError)
-        if is_late:
-            self.call_size.was_late()
         if driver.caller is not None and classify(error) not in ("missing", "denied"):
-            if is_late:
+            if isinstance(error, TimeoutError):
                 driver.caller.abandon()
             if self._opened_driver() is driver:
                 self._per_thread.driver = None

@@ -20,8 +20,8 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering, object_limit
-from cachestream.transport.backends import Span, Version, WrongAnswerError, backend_of
-from cachestream.transport.download import PART_BYTES, RESUMES, Download
+from cachestream.transport.backends import PART_BYTES, Span, Version, WrongAnswerError, backend_of
+from cachestream.transport.download import RESUMES, Download
 from cachestream.transport.driver import PIECE_S
 from cachestream.transport.local_files import LocalFile, LocalStream, fetch_local
 from cachestream.transport.metering import PIECE_BYTES
@@ -130,8 +130,6 @@ class RemoteObject:
                 await download.arrival()
                 if not memory.added(download.take()):
                     break
-        if (start, stop) == (0, None):
-            self.remote.saw_object(memory.num_bytes)
         return memory.all()[min(start, 0) :]
 
     def _fill_memory(self, memory: _Memory, start: int, stop: int | None) -> bool:
@@ -154,7 +152,6 @@ class RemoteObject:
             self._read_parts([(have, size_bytes)], [rest], have)
             memory.num_bytes = size_bytes
             self.look_again()
-        self.remote.saw_object(memory.num_bytes)
         return memory.all()
 
     # --- parts
@@ -304,7 +301,6 @@ class _RemoteStream(Stream):
             self.size_bytes = file.version.size_bytes
         if download.is_at_end:
             file.look_again()
-            file.remote.saw_object(download.offset)
         elif self._likely_stop is None or download.offset < self._likely_stop:
             download.ask()
         return piece
