@@ -15,7 +15,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -381,13 +380,13 @@ def read_manifest(
     `wanted` are the endings of the files to keep; () for all. Raises ConfigError for a URL of another scheme
     than that of `remote`.
     """
-    path_of, root, labels = _driver_paths(remote), "", LabelsBuilder()
+    root, labels = "", LabelsBuilder()
 
     def paths(rows: Iterator[Row]) -> Iterator[str]:
         nonlocal root
         kept = (row for row in rows if not wanted or redact(row[0]).lower().endswith(wanted))
         for number, (url, label) in enumerate(kept):
-            path = path_of(url)
+            path = _path_of(remote, url)
             if not number:
                 root = parent_of(path.partition("?")[0])
             while not path.startswith(root):
@@ -407,19 +406,10 @@ def read_manifest(
     return root[:cut], below, None if manifest.label is None else labels.labels()
 
 
-def _driver_paths(remote: Remote) -> Callable[[str], str]:
-    """Return a function that turns a URL into a path for the driver of `remote`."""
-    scheme = f"{remote.protocol}://"
-    strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
-    is_local = remote.is_local
-
-    def path(url: str) -> str:
-        same = "://" not in url if is_local else url.startswith(scheme)
-        if "::" in url or (not same and get_protocol(url) != remote.protocol):
-            raise ConfigError(f"{redact(url)}: all URLs of one source must have the same scheme, {scheme}")
-        if is_local:
-            plain = url.removeprefix("file://").removeprefix("local://")
-            return local_path(plain) if "/." in plain or plain[:1] != "/" else plain
-        return url if strip is None else str(strip(url))
-
-    return path
+def _path_of(remote: Remote, url: str) -> str:
+    is_same = _is_local(url) if remote.is_local else get_protocol(url) == remote.protocol
+    if "::" in url or not is_same:
+        raise ConfigError(
+            f"{redact(url)}: all URLs of one source must have the same scheme, {remote.protocol}://"
+        )
+    return local_path(url) if remote.is_local else remote.path_of(url)

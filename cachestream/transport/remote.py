@@ -201,11 +201,6 @@ class Remote:
     def is_s3(self) -> bool:
         return self.protocol in _S3 and "::" not in self._url
 
-    @property
-    def has_versions(self) -> bool:
-        """True if paths name a version of an object."""
-        return bool(self._options.get("version_aware"))
-
     @collection_paused()
     def _check_driver(self) -> None:
         """Raise ConfigError for an unknown scheme, or one whose driver is not installed."""
