@@ -6,11 +6,16 @@ Resuming, deadlines, versions and accounting exist once, above the backends, in 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from fsspec.asyn import get_loop
 
 from cachestream.transport import metering, object_limit
 from cachestream.transport.driver import (
@@ -20,13 +25,14 @@ from cachestream.transport.driver import (
     FIRST_BYTE_S,
     PIECE_S,
     STALL_S,
-    Driver,
+    Caller,
     in_time,
 )
 from cachestream.transport.metering import PIECE_BYTES
-from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object, target_of
+
+T = TypeVar("T")
 
 PART_BYTES: Final = 4 << 20  # of a part that is requested by itself, and of a call
 
@@ -76,22 +82,37 @@ class Body:
     start: int
     version: Version
     read: Callable[[int], Awaitable[Any]]
-    close: Callable[[], None]
-    seek: Callable[[int], Awaitable[None]] | None = None  # only of a blocking driver
+    close: Callable[[], object]
+    seek: Callable[[int], Awaitable[object]] | None = None  # only of a blocking driver
 
 
 class Backend:
-    """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors.
+    """An open filesystem of fsspec, where its calls run, and the requests of its kind of remote.
 
-    `streams`: the bytes of an answer can be read as they arrive; otherwise a call returns none before all are
-    there. `tells_version`: every answer tells what is known of the version. `takes_parts`: the parts of a
+    An asynchronous filesystem serves all threads. `streams`: every answer tells the version, and its bytes can
+    be read as they arrive; otherwise a call returns none before all are there. `takes_parts`: the parts of a
     large file are best requested by themselves, several at once.
     """
 
-    streams = tells_version = takes_parts = True
+    is_async = streams = takes_parts = True
 
-    def __init__(self, remote: Remote, driver: Driver) -> None:
-        self.driver, self._most_bytes = driver, remote.most_bytes
+    def __init__(self, filesystem: Any, path: str, max_object_bytes: int) -> None:
+        self.filesystem, self.path = filesystem, path  # of the URL that it was opened with
+        self._max_object_bytes = max_object_bytes
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop on which all is awaited."""
+        found: asyncio.AbstractEventLoop = self.filesystem.loop
+        return found
+
+    def submit(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> Future[T]:
+        """Run the coroutine `work(*arguments)` on the loop."""
+        return asyncio.run_coroutine_threadsafe(work(*arguments), self.loop)
+
+    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call the filesystem's method `name`."""
+        return await getattr(self.filesystem, f"_{name}")(*arguments, **options)
 
     @property
     def request_bytes(self) -> int:
@@ -114,16 +135,6 @@ class Backend:
         raise NotImplementedError
 
 
-def backend_of(remote: Remote) -> Backend:
-    """Return the backend of a remote that is not local, with the driver of this thread."""
-    driver = remote.driver()
-    if remote.is_s3:
-        return S3Backend(remote, driver)
-    if remote.is_web:
-        return WebBackend(remote, driver)
-    return CallBackend(remote, driver) if driver.is_async else BlockingBackend(remote, driver)
-
-
 class _StreamingBackend(Backend):
     """A server that sends the size and the version with each answer, and the bytes as they are read."""
 
@@ -143,7 +154,7 @@ class S3Backend(_StreamingBackend):
     """Objects of S3."""
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        filesystem = self.driver.filesystem
+        filesystem = self.filesystem
         read_s = float(filesystem.config_kwargs.get("read_timeout", STALL_S))
         asking = get_object(filesystem, target_of(filesystem, path), Range=_range_header(start, stop))
         # The user's own read timeout wins.
@@ -167,7 +178,7 @@ class WebBackend(_StreamingBackend):
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         import aiohttp
 
-        filesystem = self.driver.filesystem
+        filesystem = self.filesystem
         session = await filesystem.set_session()
         options = dict(filesystem.kwargs)
         # In a compressed body, a range would mean other bytes.
@@ -249,19 +260,20 @@ def _is_encoded(response: Any) -> bool:
 class CallBackend(Backend):
     """An asynchronous driver of fsspec, by `_cat_file`."""
 
-    streams = tells_version = False
+    streams = False
 
     @property
     def request_bytes(self) -> int:
         return metering.at_most(PART_BYTES)
 
     async def stat(self, path: str) -> Version:
-        info = await self.driver.call("info", path)
+        info = await self.call("info", path)
         told = _version_of_info(info)
         # The client unpacks what Google's storage keeps packed, to another size than the one told.
         if info.get("contentEncoding") in _NOT_ENCODED:
             return told
-        object_limit.check(told.size_bytes, self._most_bytes)  # as one call brings all of it
+        most = object_limit.limit_bytes(self._max_object_bytes)
+        object_limit.check(told.size_bytes, most)  # as one call brings all of it
         return Version(-1, told.tag)
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
@@ -269,9 +281,9 @@ class CallBackend(Backend):
             version = version if version.size_bytes >= 0 else await self.stat(path)
             start = max(0, version.size_bytes + start)
         if version.is_unsized:
-            return body_of(await self.driver.filesystem._cat_file(path), 0, version)
+            return body_of(await self.filesystem._cat_file(path), 0, version)
         span = {} if start == 0 and stop is None else {"start": start, "end": stop}
-        data: bytes = await self.driver.filesystem._cat_file(path, **span)
+        data: bytes = await self.filesystem._cat_file(path, **span)
         if stop is not None and len(data) > stop - start:
             raise WrongAnswerError(
                 f"{len(data)} bytes came for the {stop - start} asked for; is it packed by Content-Encoding?"
@@ -296,39 +308,51 @@ def body_of(data: bytes, start: int, version: Version) -> Body:
 class BlockingBackend(Backend):
     """A synchronous driver of fsspec: an open file is a request, and each of its reads a call.
 
-    It reads ahead as much as the driver does by default; for parts, not at all.
+    It serves one thread, as these filesystems are not thread-safe; its `caller` makes the calls. It reads
+    ahead as much as the driver does by default; for parts, not at all.
     """
 
-    streams = takes_parts = False
+    is_async = streams = takes_parts = False
     request_bytes = metering.NO_LIMIT_BYTES
 
+    def __init__(self, filesystem: Any, path: str, max_object_bytes: int, caller: Caller) -> None:
+        super().__init__(filesystem, path, max_object_bytes)
+        self.caller = caller
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        found: asyncio.AbstractEventLoop = get_loop()
+        return found
+
+    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return await self._run(getattr(self.filesystem, name), *arguments, **options)
+
+    async def _run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        try:
+            return await asyncio.wrap_future(self.caller.submit(partial(function, *arguments, **options)))
+        except EOFError as error:  # raised by ftplib when the server hangs up
+            raise ConnectionError(f"the connection was closed {error}") from error
+
     async def stat(self, path: str) -> Version:
-        return _version_of_info(await self.driver.call("info", path))
+        return _version_of_info(await self.call("info", path))
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        run = self.driver.run
         options = {} if stop is None else {"cache_type": "none"}
-        file = await self.driver.call("open", path, "rb", **options)
+        file = await self.call("open", path, "rb", **options)
         if start < 0:
-            await run(lambda: file.seek(0, os.SEEK_END))  # of SFTP, this returns nothing
-            start = max(0, await run(file.tell) + start)
+            await self._run(file.seek, 0, os.SEEK_END)  # of SFTP, this returns nothing
+            start = max(0, await self._run(file.tell) + start)
         if start or file.tell():
-            await run(lambda: file.seek(start))
-
-        async def read(nbytes: int) -> bytes:
-            data: bytes = await run(lambda: file.read(nbytes))
-            return data
-
-        async def seek(offset: int) -> None:
-            await run(lambda: file.seek(offset))
-
-        def close() -> None:
-            if self.driver.caller is not None:
-                self.driver.caller.submit(file.close)
-
+            await self._run(file.seek, start)
         info = getattr(file, "details", None)  # which files of SFTP and HDFS have not
-        told = _version_of_info(info if isinstance(info, dict) else await self.driver.call("info", path))
-        return Body(start, told, read, close, seek)
+        told = _version_of_info(info if isinstance(info, dict) else await self.call("info", path))
+        return Body(
+            start,
+            told,
+            partial(self._run, file.read),
+            lambda: self.caller.submit(file.close),
+            partial(self._run, file.seek),
+        )
 
 
 def _version_of_info(info: dict[str, Any]) -> Version:

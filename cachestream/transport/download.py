@@ -21,7 +21,6 @@ from cachestream.transport.backends import (
     Body,
     Version,
     WrongAnswerError,
-    backend_of,
     body_of,
 )
 from cachestream.transport.driver import PIECE_S, result_of
@@ -45,8 +44,7 @@ class RangeRequest:
     """One request for the bytes of a file from `start` on, sent with the first read.
 
     Its methods run where the driver's calls do, one at a time. `position` is the offset of the next byte. If
-    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`. A request
-    that `is_given_up` writes to no memory any more.
+    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`.
     """
 
     def __init__(self, file: RemoteObject, backend: Backend, start: int, stop: int | None) -> None:
@@ -56,7 +54,7 @@ class RangeRequest:
         self.backend = backend
         self.position = start
         self.error: Exception | None = None
-        self.is_done = self.is_given_up = False
+        self.is_done = False
 
     async def read(self, at: int, room: Room, most: int, patience_s: float) -> memoryview:
         """Return at most `most` bytes from `at` on, in memory from `room`: fewer after `patience_s`, none at
@@ -77,8 +75,6 @@ class RangeRequest:
                 out = out[: self._stop - at]
             while not ended and self.position < at + len(out):
                 part = await body.read(at + len(out) - self.position)
-                if self.is_given_up:  # the memory may belong to another request by now
-                    return memoryview(b"")
                 out[self.position - at : self.position - at + len(part)] = part
                 self.position += len(part)
                 ended = not part
@@ -138,7 +134,7 @@ class RangeRequest:
             # Only at its end is the connection free for the next request.
             goes_on = len(await body.read(1)) > 0
             if goes_on and position == size:
-                if not self.backend.tells_version:  # it may have been replaced by a longer one
+                if not self.backend.streams:  # it may have been replaced by a longer one
                     self._file.check(await self.backend.stat(self._file.path))
                 raise WrongAnswerError(f"it goes on after the {size} bytes that it is said to have")
         if ended or position == end:
@@ -209,7 +205,7 @@ class Download:
         if self._pending is not None or (request is not None and request.error is not None):
             return
         if request is None:
-            backend = backend_of(self._file.remote)
+            backend = self._file.remote.driver()
             most = math.inf if self.stop is None else self.stop
             is_limited = backend.request_bytes < metering.NO_LIMIT_BYTES
             if self.offset >= 0 and is_limited and not self._file.version.is_unsized:
@@ -219,11 +215,14 @@ class Download:
         nbytes = self._likely_bytes()
         is_known = self._file.version.size_bytes >= 0 or self.stop is not None
         metering.asking(nbytes if is_known else 1)  # the rest is paid for when it comes
-        driver = request.backend.driver
         self._asked_s = time.monotonic()
         self._deadline_s = request.backend.deadline_s(nbytes)
-        patience_s = self._patience_s if driver.is_async else 0.0  # a read of a blocking driver is one call
-        self._pending = driver.submit(request.read, self.offset, self.room, self._step_bytes, patience_s)
+        patience_s = (
+            self._patience_s if request.backend.is_async else 0.0
+        )  # a read of a blocking driver is one call
+        self._pending = request.backend.submit(
+            request.read, self.offset, self.room, self._step_bytes, patience_s
+        )
 
     async def arrival(self) -> None:
         """Request the next piece, and wait on any event loop until it is there, or late."""
@@ -260,7 +259,7 @@ class Download:
 
     def seek(self, offset: int) -> None:
         """Go on at `offset`; a blocking driver keeps its file."""
-        if self._request is not None and self._request.backend.driver.is_async:
+        if self._request is not None and self._request.backend.is_async:
             self.close()
         self._cancel()
         self.offset = offset
@@ -270,8 +269,7 @@ class Download:
         self._cancel()
         request, self._request = self._request, None
         if request is not None and not request.is_done:
-            request.is_given_up = True
-            request.backend.driver.loop.call_soon_threadsafe(request.close)
+            request.backend.loop.call_soon_threadsafe(request.close)
 
     def _cancel(self) -> None:
         pending, self._pending = self._pending, None
@@ -302,7 +300,7 @@ class Download:
         request = self._request
         self.close()
         if request is not None:
-            self._file.remote.note_failure(request.backend.driver, error)
+            self._file.remote.note_failure(request.backend, error)
         is_wrong = isinstance(error, WrongAnswerError)
         if isinstance(error, _TooSlowError) or not (is_wrong or classify_and_report(error) == "unavailable"):
             return False

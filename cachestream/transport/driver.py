@@ -17,11 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
-
-from fsspec.asyn import get_loop
 
 from cachestream.transport import metering
 
@@ -33,7 +30,7 @@ STALL_S: Final = 20.0
 CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 # A connection that brings less than a MiB, or than the rest of the object, in this time counts as broken.
 PIECE_S: Final = 60.0
-CALL_MIB_S: Final = 15.0
+CALL_MIB_S: Final = 5.0
 MOST_LATE: Final = 64  # calls in a process that nobody waits for any more
 
 _Call = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
@@ -116,46 +113,3 @@ def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
                 except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                     future.set_exception(error)
         del wanted, call, future
-
-
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """An open filesystem of fsspec, and where its calls run.
-
-    An asynchronous one serves all threads. A blocking one serves one thread, as fsspec's synchronous
-    filesystems are not thread-safe; its `caller` makes the calls.
-    """
-
-    filesystem: Any
-    path: str  # of the URL that it was opened with
-    caller: Caller | None
-
-    @property
-    def is_async(self) -> bool:
-        return self.caller is None
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of an asynchronous filesystem, or the one that waits for the `caller`."""
-        found: asyncio.AbstractEventLoop = self.filesystem.loop if self.is_async else get_loop()
-        return found
-
-    def submit(
-        self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
-    ) -> concurrent.futures.Future[T]:
-        """Run the coroutine `work(*arguments)` on the loop."""
-        return asyncio.run_coroutine_threadsafe(work(*arguments), self.loop)
-
-    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Call the filesystem's method `name`. Awaited on the loop, as `run` is."""
-        if self.is_async:
-            return await getattr(self.filesystem, f"_{name}")(*arguments, **options)
-        return await self.run(partial(getattr(self.filesystem, name), *arguments, **options))
-
-    async def run(self, call: Callable[[], T]) -> T:
-        """Make a blocking call in the thread of the `caller`."""
-        assert self.caller is not None
-        try:
-            return await asyncio.wrap_future(self.caller.submit(call))
-        except EOFError as error:  # raised by ftplib when the server hangs up
-            raise ConnectionError(f"the connection was closed {error}") from error

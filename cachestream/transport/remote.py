@@ -25,12 +25,12 @@ from fsspec.utils import get_protocol
 from cachestream.config import check_mapping, collection_paused, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import object_limit
+from cachestream.transport.backends import Backend, BlockingBackend, CallBackend, S3Backend, WebBackend
 from cachestream.transport.driver import (
     CONNECT_S,
     FIRST_BYTE_S,
     STALL_S,
     Caller,
-    Driver,
     result_of,
 )
 from cachestream.transport.remote_errors import classify, map_errors, patiently, redact, redact_text
@@ -170,7 +170,7 @@ class Remote:
         self.secrets = _secrets(self._url, self._options)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._shared: Driver | None = None
+        self._shared: Backend | None = None
         self._per_thread = threading.local()
 
     def __getstate__(self) -> tuple[str, dict[str, Any], int]:
@@ -271,7 +271,7 @@ class Remote:
 
         return patiently(once)
 
-    def answer_of(self, driver: Driver, asked: Future[T], timeout_s: float = PAGE_TIMEOUT_S) -> T:
+    def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = PAGE_TIMEOUT_S) -> T:
         """Wait for what was submitted to `driver`, such as a page of a listing."""
         try:
             found: T = result_of(asked, timeout_s)
@@ -285,7 +285,7 @@ class Remote:
         """The limit for one object: the most bytes that are read of it."""
         return object_limit.limit_bytes(self.max_object_bytes)
 
-    def driver(self) -> Driver:
+    def driver(self) -> Backend:
         """Return the driver that this thread reads with; open it at the first call."""
         if self._pid != os.getpid():
             self._reset()
@@ -299,7 +299,7 @@ class Remote:
                     known = self._open_driver()
         return known
 
-    def _open_driver(self) -> Driver:
+    def _open_driver(self) -> Backend:
         caller = Caller()
         opening = caller.submit(self._open)
         try:
@@ -308,22 +308,23 @@ class Remote:
             if opening.cancelled():
                 caller.abandon()
             raise
-        if filesystem.async_impl:
-            self._shared = Driver(filesystem, path, None)
-            return self._shared
-        self._per_thread.driver = made = Driver(filesystem, path, caller)
-        return made
+        if not filesystem.async_impl:
+            own = self._per_thread.driver = BlockingBackend(filesystem, path, self.max_object_bytes, caller)
+            return own
+        kind = S3Backend if self.is_s3 else WebBackend if self.is_web else CallBackend
+        self._shared = kind(filesystem, path, self.max_object_bytes)
+        return self._shared
 
-    def note_failure(self, driver: Driver, error: Exception) -> None:
+    def note_failure(self, driver: Backend, error: Exception) -> None:
         """Have the next call open another filesystem if a call of a blocking `driver` failed.
 
         The error may have left its connection unusable, and some keep one for ever.
         """
-        if driver.caller is not None and classify(error) not in ("missing", "denied"):
+        if isinstance(driver, BlockingBackend) and classify(error) not in ("missing", "denied"):
             if isinstance(error, TimeoutError):
                 driver.caller.abandon()
             if self._opened_driver() is driver:
                 self._per_thread.driver = None
 
-    def _opened_driver(self) -> Driver | None:
+    def _opened_driver(self) -> Backend | None:
         return self._shared if self._shared is not None else getattr(self._per_thread, "driver", None)

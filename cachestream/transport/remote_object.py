@@ -20,7 +20,7 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering, object_limit
-from cachestream.transport.backends import PART_BYTES, Span, Version, WrongAnswerError, backend_of
+from cachestream.transport.backends import PART_BYTES, Span, Version, WrongAnswerError
 from cachestream.transport.download import RESUMES, Download
 from cachestream.transport.driver import PIECE_S
 from cachestream.transport.local_files import LocalFile, LocalStream, fetch_local
@@ -76,7 +76,7 @@ class RemoteObject:
 
     def look_again(self) -> None:
         """Raise ChangedError if the file was replaced, unless every answer tells the version."""
-        if not backend_of(self.remote).tells_version:
+        if not self.remote.driver().streams:
             self.check(self._stat())
 
     def _stat(self) -> Version:
@@ -88,11 +88,11 @@ class RemoteObject:
         return self._stat_once()
 
     def _stat_once(self) -> Version:
-        backend = backend_of(self.remote)
+        backend = self.remote.driver()
         metering.asking(1)
         try:
-            asked = backend.driver.submit(backend.stat, self.path)
-            found = self.remote.answer_of(backend.driver, asked, backend.deadline_s(1))
+            asked = backend.submit(backend.stat, self.path)
+            found = self.remote.answer_of(backend, asked, backend.deadline_s(1))
         except Exception as error:
             if classify(error) != "range":
                 raise
@@ -112,7 +112,7 @@ class RemoteObject:
 
     def _read_slice(self, start: int, stop: int | None) -> memoryview:
         """Return the bytes that exist from `start` (negative: from the end) to `stop` (None: the end)."""
-        if self._local is None and backend_of(self.remote).tells_version:
+        if self._local is None and self.remote.driver().streams:
             memory = _Memory(self.remote.most_bytes, stop)
             self._fill_memory(memory, start, stop)
             return memory.all()[min(start, 0) :]  # where no size is told, a suffix comes with all before it
@@ -141,7 +141,7 @@ class RemoteObject:
 
     def read_all(self) -> memoryview:
         """Return all bytes, writable. Not for local files."""
-        backend = backend_of(self.remote)
+        backend = self.remote.driver()
         stop = min(STREAM_BYTES, backend.request_bytes) if backend.takes_parts else None
         memory = _Memory(self.remote.most_bytes, None)
         is_at_end = self._fill_memory(memory, 0, stop)
@@ -190,9 +190,9 @@ class RemoteObject:
 
         A part that fails after another one came, or after `num_bytes` came before, is resumed by itself.
         """
-        backend = backend_of(self.remote)
+        backend = self.remote.driver()
         parts = deque(_split(spans, outs, min(PART_BYTES, backend.request_bytes)))
-        if parts and not backend.driver.is_async:
+        if parts and not backend.is_async:
             with closing(Download(self, 0, _room_of(*parts[0]), spans[-1][1])) as download:
                 for part in parts:
                     download.seek(part[0])
@@ -273,10 +273,10 @@ class _RemoteStream(Stream):
 
     def __init__(self, file: RemoteObject, start: int, likely_stop: int | None) -> None:
         super().__init__(file.shown, file.remote.secrets, start)
-        backend = backend_of(file.remote)
+        backend = file.remote.driver()
         self._file = file
-        self._tells_version = backend.tells_version
-        self._likely_stop = likely_stop if backend.driver.is_async else None
+        self._streams = backend.streams
+        self._likely_stop = likely_stop if backend.is_async else None
         # A driver without streams makes a call for each piece.
         most = PIECE_BYTES if backend.streams else PART_BYTES
 
@@ -291,7 +291,7 @@ class _RemoteStream(Stream):
         had_ended = download.is_at_end
         if had_ended:
             return memoryview(b"")
-        if not self._tells_version and file.version == Version():
+        if not self._streams and file.version == Version():
             file.check(file._stat())
         if self._likely_stop is not None:
             beyond = download.offset - self._likely_stop
