@@ -42,8 +42,6 @@ def refuse_tables(files: FileList) -> None:
     if remote.is_local:
         folders |= {os.path.realpath(folder).rstrip("/") + "/" for folder in folders}
     asked = sorted(_with_those_above(folders), key=lambda folder: (folder.count("/"), folder))
-    if remote.protocol == "hf":
-        asked = [folder for folder in asked if _is_in_repository(folder)]
     if not remote.is_local:
         asked = asked[:_MOST_ASKED]
     with ThreadPoolExecutor(1 if remote.is_local else _AT_ONCE) as pool:
@@ -78,13 +76,6 @@ def _above_partitions(folder: str) -> str:
     """Return the folder in which the folders of partitions, "date=2026-01-01/", above a file lie."""
     above = parent_of(folder[:-1])
     return _above_partitions(above) if "=" in folder[len(above) :] else folder
-
-
-def _is_in_repository(folder: str) -> bool:
-    """Return whether a folder of Hugging Face, "datasets/user/repository/", is a repository or lies in
-    one.
-    """
-    return folder.count("/") >= (3 if folder.partition("/")[0] in ("datasets", "spaces", "buckets") else 2)
 
 
 def _format_at(remote: Remote, folder: str) -> str:
