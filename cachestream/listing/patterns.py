@@ -104,6 +104,10 @@ def _compiled(expression: str, pattern: str) -> re.Pattern[str]:
 
 def name_filter(pattern: str) -> Callable[[list[str]], list[str]]:
     """Return a function that selects the names of files that match a wildcard."""
+    if pattern == "**":
+        return lambda names: [
+            name for name in names if name[0] != "." and "/." not in name and name[-1] != "/"
+        ]
     *folders, last = pattern.split("/")
     above = (rf"(?:{_SHOWN}[^/]*/)*" if level == "**" else f"{_level(level)}/" for level in folders)
     deep = rf"(?:{_SHOWN}[^/]*/)*" if last == "**" else ""

@@ -6,7 +6,6 @@ gives up.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import math
 import random
@@ -223,17 +222,6 @@ class Download:
         self._pending = request.backend.submit(
             request.read, self.offset, self.room, self._step_bytes, patience_s
         )
-
-    async def arrival(self) -> None:
-        """Request the next piece, and wait on any event loop until it is there, or late."""
-        self.ask()
-        if self._pending is None:
-            return
-        arrived = asyncio.wrap_future(self._pending)
-        arrived.add_done_callback(lambda one: one.cancelled() or one.exception())  # `take` raises it
-        while not arrived.done() and time.monotonic() < self._asked_s + self._deadline_s:
-            await asyncio.wait([arrived], timeout=metering.TICK_S)
-            metering.fetched(0)
 
     def _likely_bytes(self) -> int:
         """Return how many bytes the next piece is likely to have."""

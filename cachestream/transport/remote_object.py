@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections import deque
@@ -122,12 +123,15 @@ class RemoteObject:
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
 
-        For reads that are gathered on an event loop. Not for local files.
+        Reads that are gathered on one event loop send all their requests first. Each then holds up the loop, which
+        serves nothing else, until its own bytes have come: to wait on it takes a quarter more of a processor.
+        Not for local files.
         """
         memory = _Memory(self.remote.most_bytes, stop)
         with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
             while not download.is_done:
-                await download.arrival()
+                download.ask()
+                await asyncio.sleep(0)
                 if not memory.added(download.take()):
                     break
         return memory.all()[min(start, 0) :]
