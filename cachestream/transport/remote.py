@@ -271,10 +271,10 @@ class Remote:
 
         return patiently(once)
 
-    def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = PAGE_TIMEOUT_S) -> T:
-        """Wait for what was submitted to `driver`, such as a page of a listing."""
+    def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = 0.0) -> T:
+        """Wait for what was submitted to `driver`: up to `PAGE_TIMEOUT_S` unless another time is given."""
         try:
-            found: T = result_of(asked, timeout_s)
+            found: T = result_of(asked, timeout_s or PAGE_TIMEOUT_S)
         except Exception as error:
             self.note_failure(driver, error)
             raise

@@ -108,16 +108,6 @@ def test_objects_that_stand_for_folders_are_no_files(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("first_names", [7, None])
-def test_two_stars_at_the_end_reach_into_all_folders_below(server: S3Server, first_names: int | None) -> None:
-    options: Any = {"first_names": first_names, "extensions": "*"}
-    source = FileSource("s3://paged/a/**", storage_options=server.storage_options, **options)
-    assert keys(source) == sorted(
-        name.removeprefix("a/") for name in NAMES if name.startswith("a/") and "/." not in name
-    )
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("first_names", [7, None])
 def test_an_object_whose_name_holds_wildcard_signs_is_meant_by_it_alone(
     server: S3Server, first_names: int | None
 ) -> None:

@@ -123,6 +123,14 @@ def test_links_lead_to_each_folder_by_one_path_whatever_they_lead_to(tmp_path: P
         assert [name for page in pages for name in page.names] == [path for path in found if path > last]
 
 
+def test_a_wildcard_follows_links_that_stay_in_the_tree_but_in_no_circle(tmp_path: Path) -> None:
+    make(tmp_path, "set/v2/1.bin")
+    (tmp_path / "set/latest").symlink_to(tmp_path / "set/v2")
+    (tmp_path / "set/up").symlink_to(tmp_path)
+    assert keys(FileSource(f"{tmp_path}/*/latest/*.bin")) == ["set/latest/1.bin"]
+    assert keys(FileSource(f"{tmp_path}/**/*.bin")) == ["set/latest/1.bin", "set/v2/1.bin"]
+
+
 def test_two_links_that_lead_to_each_other_are_no_circle_without_end(tmp_path: Path) -> None:
     make(tmp_path, "root/1.bin", "x/2.bin", "y/3.bin")
     (tmp_path / "root/to-x").symlink_to(tmp_path / "x")
