@@ -301,8 +301,9 @@ class _FolderLister:
             return Folder([], [], is_there=False)
         path, files, subfolders = self._path(folder).strip("/"), set[str](), set[str]()
         for entry in entries:
-            above, _, name = str(entry["name"]).strip("/").rpartition("/")
-            if above != path:
+            full = str(entry["name"]).strip("/")
+            above, _, name = full.rpartition("/")
+            if full == path or (self._remote.has_queries and above != path):
                 continue  # stores list placeholders for folders, web servers all that a page refers to
             if entry["type"] == "directory":
                 subfolders.add(name)

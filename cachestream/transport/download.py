@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Returns the memory for the bytes from an offset on, of a file of a size (-1: unknown).
 Room = Callable[[int, int], memoryview]
 
-RESUMES: Final = 8  # in a row, without a whole piece in between: about a minute
+RESUMES: Final = 6  # in a row, without a whole piece in between: about a quarter of a minute
 
 
 class _TooSlowError(TimeoutError):
