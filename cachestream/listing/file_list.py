@@ -16,10 +16,10 @@ import xxhash
 from cachestream import tracing
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.find import find_files
+from cachestream.listing.find import expanded, find, find_files
 from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
 from cachestream.listing.names import Names, Page
-from cachestream.listing.pages import PAGE_NAMES, GoneError, S3Listing, UnorderedError, Walk, open_pages
+from cachestream.listing.pages import PAGE_NAMES, GoneError, S3Listing, UnorderedError, Walk
 from cachestream.listing.patterns import (
     MAGIC,
     absolute,
@@ -140,10 +140,11 @@ class FileList:
         return Listing(root, Names(path[len(root) :] for path in paths or all_paths))
 
     def _first_pages(
-        self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
+        self, urls: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
     ) -> Listing | None:
-        """Return the first names, or all if these are few; None without names, or without pages."""
-        rest = open_pages(self.remote, patterns, recursive)
+        """Return the first names of one folder or wildcard, or all if these are few; None without names."""
+        is_one = len(urls) == 1 and "::" not in urls[0] and expanded(self.remote, urls[0]) == [urls[0]]
+        rest = find(self.remote, urls[0], recursive)[0] if is_one and not self.remote.is_web else None
         if rest is None:
             return None
         wanted, page_names = rest.num_first_names(), PAGE_NAMES

@@ -1,28 +1,23 @@
-"""The files that URLs stand for, found all at once: folders, wildcards, ranges, and single files."""
+"""The files that URLs stand for: folders, wildcards, ranges, and single files."""
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Sequence
 
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.pages import LocalFolders, S3Listing, in_order, real_paths
+from cachestream.listing.pages import S3Listing, Walk
 from cachestream.listing.patterns import (
     MAGIC,
     WEB_MAGIC,
-    as_in_shell,
     common_root,
     expand_braces,
     extension_of,
     local_path,
-    name_filter,
     parent_of,
     split_wildcard,
-    tell_of_dots,
-    visible,
 )
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
@@ -36,6 +31,7 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
     Raises SourceError for files and folders that are missing, empty or forbidden, SourceUnavailableError for
     a remote that does not answer, ConfigError for URLs of several protocols and for several chained ones.
     """
+    roots, paths = set[str](), list[str]()
     for url in urls:
         if get_protocol(url) != remote.protocol:
             raise ConfigError(
@@ -45,115 +41,79 @@ def find_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> t
             raise ConfigError(
                 f"{redact(url)}: chained URLs share no filesystem; give one, with a wildcard for its files"
             )
-    finder = None if remote.is_local else _RemoteFinder(remote)
-    find = _find_local if finder is None else finder.find
-    roots: set[str] = set()
-    paths: list[str] = []
-    for url in urls:
         known = len(paths)
-        local = local_path(url) if finder is None else ""
-        if local and os.path.isfile(local):  # most of a long list: looked up once
-            roots.add(parent_of(local))
-            paths.append(local)
-            continue
-        # The name of a local file may contain braces.
-        for one in [url] if local and os.path.exists(local) else expand_braces(url):
+        for one in expanded(remote, url):
             # After the first file no other is looked up: a range may stand for a hundred thousand.
-            if roots and finder is not None and (path := finder.file(one)):
-                roots.add(parent_of(path))
+            listing, path = None, _path_by_looks(remote, one) if roots else ""
+            if not path:
+                listing, path = find(remote, one, recursive)
+            names = [] if listing is None else listing.all()
+            if listing is not None and (names or not path):
+                roots.add(listing.root)
+                paths += [listing.root + name for name in names]
+            elif path and (listing is None or _is_file(remote, path)):
+                roots.add(parent_of(path.partition("?")[0] if remote.is_web else path))
                 paths.append(path)
-                continue
-            with map_errors(redact(one), secrets=remote.secrets):
-                root, found = find(one, recursive)
-            roots.add(root)
-            paths.extend(found)
         if len(paths) == known:
             raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
     return common_root(roots), sorted(set(paths))
 
 
-def _find_local(url: str, recursive: bool) -> tuple[str, list[str]]:
-    """Return the root and the files of one URL."""
+def expanded(remote: Remote, url: str) -> list[str]:
+    """Return what a URL with braces stands for; the name of a local file may contain some."""
+    return [url] if remote.is_local and os.path.exists(local_path(url)) else expand_braces(url)
+
+
+def _is_file(remote: Remote, path: str) -> bool:
+    with map_errors(redact(f"{remote.protocol}://{path}"), secrets=remote.secrets):
+        return bool(remote.ask("info", path)["type"] != "directory")
+
+
+def _path_by_looks(remote: Remote, url: str) -> str:
+    """Return the path of a URL that names a file on a remote by its looks, or ""."""
+    if remote.is_local or remote.is_web or not extension_of(url) or MAGIC.search(url):
+        return ""
+    return remote.path_of(url)
+
+
+def find(remote: Remote, url: str, recursive: bool) -> tuple[S3Listing | Walk | None, str]:
+    """Return the listing of the folder or wildcard that `url` names, and the path of the file that it names.
+
+    Both, if it names a file unless the listing finds any.
+    """
+    with map_errors(redact(url), secrets=remote.secrets):
+        return (
+            _find_local(remote, url, recursive) if remote.is_local else _find_remote(remote, url, recursive)
+        )
+
+
+def _find_local(remote: Remote, url: str, recursive: bool) -> tuple[Walk | None, str]:
     path = local_path(url)
     if os.path.isdir(path):
-        root = path.rstrip("/") + "/"
-        folders = LocalFolders(root)
-        runs = (names for names, _ in in_order(folders)) if recursive else [folders("").files]
-        return root, [root + name for names in runs for name in names]
+        return Walk(remote, path.rstrip("/") + "/", "**" if recursive else "*"), ""
     if os.path.exists(path):
-        return parent_of(path), [path]
+        return None, path
     root, pattern = split_wildcard(path)
     if not pattern:
         raise SourceError(f"{path}: no such file or folder; check the path")
-    found = list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
-    if "**" in pattern.split("/"):
-        circular = {folder for folder in set(map(parent_of, found)) if _is_circular(root, folder)}
-        found = [one for one in found if parent_of(one) not in circular]
-    return root, found
+    return Walk(remote, root, pattern), ""
 
 
-def _is_circular(root: str, folder: str) -> bool:
-    """Return whether a link on the way from `root` to `folder` leads back to a folder above it."""
-    passed = list(real_paths(root, folder[len(root) :]))
-    return len(set(passed)) < len(passed)
-
-
-class _RemoteFinder:
-    """A finder of the files of one URL after another on a remote, by one filesystem."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-        self._filesystem, self._first_path = remote.open_for_listing()
-        self._magic = WEB_MAGIC if remote.is_web else MAGIC
-
-    def file(self, url: str) -> str:
-        """Return the path of a URL that names a file by its looks, or ""."""
-        path = self._path(url)
-        is_file = extension_of(path) and not self._remote.is_web and not self._magic.search(path)
-        return path if is_file else ""
-
-    def _path(self, url: str) -> str:
-        return self._first_path if "::" in url else str(self._filesystem._strip_protocol(url))
-
-    def find(self, url: str, recursive: bool) -> tuple[str, list[str]]:
-        """Return the root and the files of one URL."""
-        path = self._path(url)
-        bare = path.partition("?")[0]
-        if self._remote.is_web and not self._magic.search(bare):
-            # The file is not looked up, as a signed URL may allow GET alone.
-            return self._folder(path, recursive) if path.endswith("/") else (parent_of(bare), [path])
-        if self._remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
-            raise SourceError("an S3 URL names one bucket: s3://bucket/…")
-        if self._magic.search(path):
-            return self._matching(path)
-        if url.endswith("/") or not path:
-            return self._folder(path, recursive)
-        if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
-            return below
-        info = self._filesystem.info(path)
-        return self._folder(path, recursive) if info["type"] == "directory" else (parent_of(path), [path])
-
-    def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
-        if self._remote.is_s3:  # the `find` of s3fs would keep a record of 2 kB for each file
-            root, _ = split_wildcard(path)
-            listing = S3Listing(self._remote, root, "", recursive)
-            return root, [root + name for name in listing.matching(listing.names())]
-        root = path.rstrip("/") + "/" if path.strip("/") else ""
-        found = self._filesystem.find(path, maxdepth=None if recursive else 1)
-        tell_of_dots(redact(root), (one[len(root) :] for one in found))
-        return root, visible(root, found, recursive)
-
-    def _matching(self, path: str) -> tuple[str, list[str]]:
-        """Return the root and the files that match; only the file with the name `path` if there is one."""
-        root, pattern = split_wildcard(path, self._magic)
-        if self._remote.is_s3:
-            listing = S3Listing(self._remote, root, pattern)
-            names = listing.names()
-            if pattern not in names:
-                return root, [root + name for name in listing.matching(names)]
-        elif not self._filesystem.isfile(path):
-            entries = self._filesystem.glob(as_in_shell(path), detail=True)
-            files = [name for name, info in entries.items() if info["type"] != "directory"]
-            shown = name_filter(pattern)([name[len(root) :] for name in files])
-            return root, [root + name for name in shown]
-        return parent_of(path), [path]
+def _find_remote(remote: Remote, url: str, recursive: bool) -> tuple[S3Listing | Walk | None, str]:
+    path, lister = remote.path_of(url), S3Listing if remote.is_s3 else Walk
+    bare = path.partition("?")[0] if remote.is_web else path
+    if remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
+        raise SourceError("an S3 URL names one bucket: s3://bucket/…")
+    root, pattern = split_wildcard(bare, WEB_MAGIC if remote.is_web else MAGIC)
+    if pattern:
+        if not remote.is_web and remote.ask("isfile", path):
+            return None, path  # the name of a file may contain the signs of a wildcard
+        return lister(remote, root, pattern), ""
+    folder = lister(remote, root if path.strip("/") else "", "**" if recursive else "*")
+    if url.endswith("/") or not path or (remote.is_s3 and "/" not in path):
+        return folder, ""
+    if remote.is_web:
+        return None, path  # not looked up, as a signed URL may allow GET alone
+    if not extension_of(path):
+        return folder, path
+    return (folder, "") if remote.ask("info", path)["type"] == "directory" else (None, path)

@@ -15,18 +15,21 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from fsspec.utils import get_protocol
 
 from cachestream.config import require
-from cachestream.errors import ConfigError, SourceError
+from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import absolute, extension_of, local_path, parent_of
+from cachestream.transport.file_objects import open_file
+from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
+from cachestream.transport.remote_object import open_stream
+from cachestream.transport.stream import StreamFile
 
 _DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -181,14 +184,20 @@ class Manifest:
             options = storage_options
         remote = Remote(where, options)
         joined = _join_to(self._base(where), self.shown)
-        with map_errors(self.shown, secrets=remote.secrets), _opened(remote, self._ending) as file:
-            try:
-                for name, label in self._entries(file):
-                    yield joined(name), label
-            except ConfigError:  # a ValueError, too
-                raise
-            except (csv.Error, zlib.error, EOFError, ValueError) as error:
-                raise SourceError(f"{self.shown}: the manifest cannot be read: {error}") from error
+        try:
+            with (
+                map_errors(self.shown, secrets=remote.secrets),
+                _opened(remote, where, self.shown, self._ending) as file,
+            ):
+                try:
+                    for name, label in self._entries(file):
+                        yield joined(name), label
+                except ConfigError:  # a ValueError, too
+                    raise
+                except (csv.Error, zlib.error, EOFError, ValueError) as error:
+                    raise SourceError(f"{self.shown}: the manifest cannot be read: {error}") from error
+        except SampleError as error:  # the list is not one file of many
+            raise SourceError(str(error)) from None
 
     @property
     def _ending(self) -> str:
@@ -314,15 +323,20 @@ def is_sound_csv(lines: Iterable[str], delimiter: str, *, skipinitialspace: bool
 
 
 @contextmanager
-def _opened(remote: Remote, ending: str) -> Iterator[Any]:
+def _opened(remote: Remote, url: str, shown: str, ending: str) -> Iterator[Any]:
     """Open a list: Parquet as bytes, others as text, whose lines end with line feeds alone."""
-    filesystem, path = remote.open_for_listing()
-    with filesystem.open(path, "rb") as raw, gzip.open(raw) if ending.endswith(".gz") else raw as file:
-        if ending.endswith(_PARQUET):
+    path = remote.path_of(url)
+    if ending.endswith(_PARQUET):
+        with open_file(remote, path, shown) as file:
             yield file
-        else:
-            with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n") as text:
-                yield text
+        return
+    with open_stream(remote, path, shown) as stream:
+        raw: Any = io.BufferedReader(StreamFile(stream), PIECE_BYTES)
+        with (
+            gzip.open(raw) if ending.endswith(".gz") else raw as data,
+            io.TextIOWrapper(data, "utf-8-sig", "surrogateescape", newline="\n") as text,
+        ):
+            yield text
 
 
 def _is_local(url: str) -> bool:
@@ -366,13 +380,13 @@ def read_manifest(
     `wanted` are the endings of the files to keep; () for all. Raises ConfigError for a URL of another scheme
     than that of `remote`.
     """
-    path_of, root, labels = _driver_paths(remote), "", LabelsBuilder()
+    root, labels = "", LabelsBuilder()
 
     def paths(rows: Iterator[Row]) -> Iterator[str]:
         nonlocal root
         kept = (row for row in rows if not wanted or redact(row[0]).lower().endswith(wanted))
         for number, (url, label) in enumerate(kept):
-            path = path_of(url)
+            path = _path_of(remote, url)
             if not number:
                 root = parent_of(path.partition("?")[0])
             while not path.startswith(root):
@@ -392,19 +406,10 @@ def read_manifest(
     return root[:cut], below, None if manifest.label is None else labels.labels()
 
 
-def _driver_paths(remote: Remote) -> Callable[[str], str]:
-    """Return a function that turns a URL into a path for the driver of `remote`."""
-    scheme = f"{remote.protocol}://"
-    strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
-    is_local = remote.is_local
-
-    def path(url: str) -> str:
-        same = "://" not in url if is_local else url.startswith(scheme)
-        if "::" in url or (not same and get_protocol(url) != remote.protocol):
-            raise ConfigError(f"{redact(url)}: all URLs of one source must have the same scheme, {scheme}")
-        if is_local:
-            plain = url.removeprefix("file://").removeprefix("local://")
-            return local_path(plain) if "/." in plain or plain[:1] != "/" else plain
-        return url if strip is None else str(strip(url))
-
-    return path
+def _path_of(remote: Remote, url: str) -> str:
+    is_same = _is_local(url) if remote.is_local else get_protocol(url) == remote.protocol
+    if "::" in url or not is_same:
+        raise ConfigError(
+            f"{redact(url)}: all URLs of one source must have the same scheme, {remote.protocol}://"
+        )
+    return local_path(url) if remote.is_local else remote.path_of(url)

@@ -1,43 +1,28 @@
 """Listings page by page, from any name on: samples can be read before a listing is complete.
 
-S3 lists in the order of all paths. A local tree, and other remotes, are listed folder by folder in the same
-order.
+S3 lists in the order of all paths. Any other tree is listed folder by folder in the same order.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
-
-from fsspec import get_filesystem_class
 
 from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.listing.names import Page
-from cachestream.listing.patterns import (
-    MAGIC,
-    expand_braces,
-    extension_of,
-    folder_filter,
-    local_path,
-    name_filter,
-    split_wildcard,
-    tell_of_dots,
-    visible,
-)
+from cachestream.listing.patterns import MAGIC, folder_filter, name_filter, tell_of_dots
 from cachestream.transport import metering
-from cachestream.transport.driver import Caller, result_of
 from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import map_errors, redact
+from cachestream.transport.remote_errors import map_errors, patiently, redact
 
-PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
 PAGE_NAMES: Final = 1000  # as many as S3 gives
 FIRST_OF_DISKS: Final = 1_000_000  # a disk of this machine lists so many in 2 to 3 s
 FIRST_OF_OTHERS: Final = 1000
@@ -46,48 +31,25 @@ _ENTRIES_PER_HEARTBEAT: Final = 8192
 _CACHE_FILES: Final = frozenset({"cache.json", "catalogue.sqlite"})
 
 
-def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> S3Listing | Walk | None:
-    """Return the listing of `urls` if these are one folder or wildcard; None: they are listed at once."""
-    if len(urls) != 1 or "::" in urls[0] or remote.is_web or remote.has_versions:
-        return None
-    (url,) = urls
-    if remote.is_local:
-        path = local_path(url)
-        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
-    path = str(get_filesystem_class(remote.protocol)._strip_protocol(url))
-    root, pattern = split_wildcard(path)
-    is_file = not pattern and extension_of(url)  # most likely
-    if is_file or not root.strip("/") or expand_braces(url) != [url]:
-        return None
-    # The name of a file may contain the signs of a wildcard.
-    if remote.is_s3:
-        listing = S3Listing(remote, root, pattern, recursive)
-        return None if pattern and listing.holds(pattern) else listing
-    if not (pattern or recursive) or (pattern and "/" not in pattern):
-        return None
-    with map_errors(redact(url), secrets=remote.secrets):
-        return None if pattern and remote.open_for_listing()[0].isfile(path) else Walk(remote, root, pattern)
-
-
-# --- S3 ----------------------------------------------------------------------------------------
-
-
 class UnorderedError(SourceError):
     """The store lists files in no order: the names after a given one cannot be requested."""
 
 
+class GoneError(SourceUnavailableError):
+    """The root is empty or missing, such as a mount point where nothing is mounted."""
+
+
 @dataclass(frozen=True, slots=True)
 class S3Listing:
-    """The files of a folder or of a wildcard on S3, a page at a time, from any name on.
+    """The files on S3 that match a wildcard, a page at a time, from any name on. Picklable.
 
-    All paths begin with `root` ("bucket/folder/"). `pattern` is a wildcard below it, or "" for all files that
-    are not hidden; of these, `recursive` includes those in folders. Picklable.
+    All paths begin with `root` ("bucket/folder/"). `pattern` is the wildcard below it: "**" for all files that
+    are not hidden, "*" for those of the folder itself.
     """
 
     remote: Remote
     root: str
-    pattern: str = ""
-    recursive: bool = True
+    pattern: str = "**"
 
     @property
     def _prefix(self) -> str:
@@ -96,7 +58,7 @@ class S3Listing:
     @property
     def _is_flat(self) -> bool:
         """True if all files lie in one folder."""
-        return "/" not in self.pattern and self.pattern != "**" if self.pattern else not self.recursive
+        return "/" not in self.pattern and self.pattern != "**"
 
     def num_first_names(self) -> int:
         """Return the number of names to list before the first sample. With 1, a single page is listed."""
@@ -107,30 +69,30 @@ class S3Listing:
 
         Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
-        for names, is_last in self._pages(last, page_names):
-            if any(b <= a for a, b in zip([last, *names], names, strict=False)):
+        for page in self._pages(last, page_names):
+            if any(b <= a for a, b in zip([last, *page.names], page.names, strict=False)):
                 raise UnorderedError(
                     f"{self._shown}: this store does not list by name; "
                     "give first_names=None to list all before"
                 )
-            last = names[-1] if names else last
-            yield Page(self.matching(names), is_last)
+            last = page.names[-1] if page.names else last
+            yield page._replace(names=self._matching(page.names))
 
-    def names(self) -> list[str]:
-        """Return the names of all objects below the prefix, as the store orders them."""
-        return [name for names, _ in self._pages("", PAGE_NAMES) for name in names]
+    def all(self) -> list[str]:
+        """Return all names, as the store orders them."""
+        return [name for page in self._pages("", PAGE_NAMES) for name in self._matching(page.names)]
 
-    def first_names(self) -> list[str]:
-        """Return the names of the first page of objects below the prefix."""
-        return next(self._pages("", PAGE_NAMES))[0]
+    def _matching(self, names: list[str]) -> list[str]:
+        tell_of_dots(self._shown, names)
+        return name_filter(self.pattern)(names)
 
-    def _pages(self, last: str, page_names: int) -> Iterator[tuple[list[str], bool]]:
-        """Yield the names of the objects after `last`, page by page; True with the last page."""
+    def _pages(self, last: str, page_names: int) -> Iterator[Page]:
+        """Yield the names of the objects after `last`, page by page, whether they match or not."""
         start, cut = (self.root + last) if last else "", len(self.root.partition("/")[2])
         for answer in self._answers(self._prefix, "/" if self._is_flat else "", start, page_names):
             keys = [str(entry["Key"]) for entry in answer.get("Contents", ())]
             # An object may have the name of the folder itself.
-            yield [key[cut:] for key in keys if len(key) > cut], not answer.get("IsTruncated")
+            yield Page([key[cut:] for key in keys if len(key) > cut], not answer.get("IsTruncated"))
 
     def folders_in(self, parent: str) -> list[str]:
         """Return the folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
@@ -145,8 +107,7 @@ class S3Listing:
             folders = [entry["Prefix"][cut:] for entry in answer.get("CommonPrefixes", ())]
             if not folders:
                 break
-            is_hidden = () if self.pattern else f"{parent}."
-            found += [one for one in folders if may_match(one) and not one.startswith(is_hidden)]
+            found += filter(may_match, folders)
         return found
 
     @property
@@ -155,37 +116,18 @@ class S3Listing:
 
     def _answers(self, prefix: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
         """Yield the answers of S3 for the paths that begin with `prefix` and come after `start`."""
-        filesystem, _ = self.remote.open_for_listing()
         bucket, _, key = prefix.partition("/")
-        options = {
-            "Bucket": bucket,
-            "Prefix": key,
-            "Delimiter": delimiter,
-            "MaxKeys": names,
-            **({"StartAfter": start.partition("/")[2]} if start else {}),
-            **filesystem.req_kw,
-        }
+        options = {"Bucket": bucket, "Prefix": key, "Delimiter": delimiter, "MaxKeys": names}
+        if start:
+            options["StartAfter"] = start.partition("/")[2]
         while True:
             with map_errors(self._shown, secrets=self.remote.secrets):
-                asking = filesystem._call_s3("list_objects_v2", **options)
-                answer = result_of(asyncio.run_coroutine_threadsafe(asking, filesystem.loop), PAGE_TIMEOUT_S)
+                req_kw = self.remote.driver().filesystem.req_kw
+                answer = self.remote.ask("call_s3", "list_objects_v2", **options, **req_kw)
             yield answer
             if not answer.get("IsTruncated"):
                 return
             options["ContinuationToken"] = answer["NextContinuationToken"]
-
-    def holds(self, name: str) -> bool:
-        """Return whether there is an object with this name below the root."""
-        key = (self.root + name).partition("/")[2]
-        first = next(self._answers(self.root + name, "", "", 1))
-        return any(entry["Key"] == key for entry in first.get("Contents", ()))
-
-    def matching(self, names: list[str]) -> list[str]:
-        """Return the names of files that match the wildcard, or that are not hidden in the folder."""
-        if self.pattern:
-            return name_filter(self.pattern)(names)
-        tell_of_dots(self._shown, names)
-        return visible("", names, self.recursive)
 
 
 # --- trees of folders ---------------------------------------------------------------------------
@@ -237,27 +179,24 @@ def _items(folder: str, contents: Folder, last: str) -> list[str | list[str]]:
 
 
 class LocalFolders:
-    """A lister of the folders below `root` ("/data/"), without hidden files and folders, and without caches.
+    """A lister of the folders below `root` ("/data/"), without caches.
 
-    Links to folders are followed unless their target is found by its own path, or is a folder above the link.
-    This depends on the target alone, so that a listing can be resumed anywhere.
+    Links to folders are followed unless they lead to a folder above them, or, below `is_whole` trees, to one
+    that is found by its own path. This depends on the target alone, so that a listing can be resumed anywhere.
     """
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, *, is_whole: bool = True) -> None:
+        self._root, self._is_whole = root, is_whole
         self._real = os.path.realpath(root).rstrip("/") + "/"
 
     def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
         """Return the contents of `folder`, in no order. Raises OSError."""
-        files, subfolders, hidden = list[str](), list[str](), list[str]()
+        files, subfolders = list[str](), list[str]()
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
                 for number, entry in enumerate(entries):
                     if not number % _ENTRIES_PER_HEARTBEAT:
                         metering.fetched(0)
-                    if entry.name.startswith("."):
-                        hidden.append(entry.name)
-                        continue
                     try:
                         is_file, is_dir = entry.is_file(), entry.is_dir()
                     except OSError as error:
@@ -270,39 +209,30 @@ class LocalFolders:
                         subfolders.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        tell_of_dots(self._root + folder, hidden)
         if folder and "shards" in subfolders and _CACHE_FILES.issubset(files):
             return Folder([], [])
         return Folder(files, subfolders)
 
     def _is_followed(self, folder: str, link: str) -> bool:
         target = os.path.realpath(link).rstrip("/") + "/"
-        if target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
+        if self._is_whole and target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
             return False
-        return not any(above.startswith(target) for above in real_paths(self._root, folder))
-
-
-def real_paths(root: str, folder: str) -> Iterator[str]:
-    """Yield the real paths of `root`, of the folders on the way to `folder` below it, and of `folder`."""
-    for end in (0, *(end for end, letter in enumerate(folder, 1) if letter == "/")):
-        yield os.path.realpath(root + folder[:end]).rstrip("/") + "/"
-
-
-class GoneError(SourceUnavailableError):
-    """The root is empty or missing, such as a mount point where nothing is mounted."""
+        ends = (0, *(end for end, letter in enumerate(folder, 1) if letter == "/"))
+        above = (os.path.realpath(self._root + folder[:end]).rstrip("/") + "/" for end in ends)
+        return not any(one.startswith(target) for one in above)
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The files of a tree, in the order of their paths, a folder at a time, from any name on.
+    """The files of a tree that match a wildcard, in the order of their paths, a folder at a time, from any
+    name on. Picklable.
 
-    All paths begin with `root` ("/data/train/"). `pattern` is a wildcard below it, or "" for all files that
-    are not hidden. Picklable.
+    All paths begin with `root` ("/data/train/"). `pattern` is as in `S3Listing`.
     """
 
     remote: Remote
     root: str
-    pattern: str = ""
+    pattern: str = "**"
 
     def num_first_names(self) -> int:
         """Return the number of names to list before the first sample: as many as take little time."""
@@ -322,6 +252,12 @@ class Walk:
         if not is_last:
             yield Page([], is_last=True)
 
+    def all(self) -> list[str]:
+        """Return all names; none if the root is empty or missing."""
+        with suppress(GoneError):
+            return [name for page in self.after("") for name in page.names]
+        return []
+
     def folders_in(self, parent: str) -> list[str]:
         """Return the folders ("a/b/") directly in `parent` ("a/"; "" for the root) whose files may match."""
         with closing(_FolderLister(self)) as lister:
@@ -329,71 +265,66 @@ class Walk:
 
     @property
     def shown(self) -> str:
-        return redact(self.root if self.remote.is_local else f"{self.remote.protocol}://{self.root}")
+        is_whole = self.remote.is_local or "://" in self.root
+        return redact(self.root if is_whole else f"{self.remote.protocol}://{self.root}")
 
 
 class _FolderLister:
     """A lister of one folder after another; asynchronous drivers list the following ones in the meantime."""
 
     def __init__(self, walk: Walk) -> None:
-        self._walk = walk
+        self._walk, self._remote = walk, walk.remote
         self._may_match = folder_filter(walk.pattern)
         self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
-        self._local = LocalFolders(walk.root) if walk.remote.is_local else None
-        self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
+        is_local, is_whole = self._remote.is_local, walk.pattern == "**"
+        self._list = LocalFolders(walk.root, is_whole=is_whole) if is_local else self._by_driver
 
     def for_folder(self, folder: str, following: Sequence[str] = ()) -> Folder:
         """Return the contents of `folder`, without the folders that hold no files that match."""
-        with map_errors(self._walk.shown + folder, secrets=self._walk.remote.secrets):
-            if self._local is not None:
-                found = self._local(folder, following)
-            else:
-                found = self._of_driver(folder, following)
+        where = self._walk.shown + redact(folder)
+        with map_errors(where, secrets=self._remote.secrets):
+            found = self._list(folder, following)
         if not folder and not (found.files or found.subfolders):
             raise GoneError(
                 f"{self._walk.shown}: there is nothing here at present; is it mounted, and the path right?"
             )
         if not found.is_there:
             self.for_folder("")  # an error if all is gone
+        tell_of_dots(where, found.files + found.subfolders)
         subfolders = [name for name in found.subfolders if self._may_match(f"{folder}{name}/")]
         return found._replace(subfolders=subfolders)
 
-    def _of_driver(self, folder: str, following: Sequence[str]) -> Folder:
-        path = (self._walk.root + folder).rstrip("/")
+    def _by_driver(self, folder: str, following: Sequence[str]) -> Folder:
         try:
-            entries = self._answer(folder, path, following)
+            entries = patiently(partial(self._entries, folder, following))
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        except EOFError as error:  # raised by ftplib when the server hangs up
-            raise ConnectionError(f"the connection was closed {error}") from error
-        finally:
-            if (kept := getattr(self._filesystem, "dircache", None)) is not None:
-                kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings
-        files, subfolders, hidden = set[str](), set[str](), list[str]()
+        path, files, subfolders = self._path(folder).strip("/"), set[str](), set[str]()
         for entry in entries:
-            full = str(entry["name"])
-            name = full.rstrip("/").rpartition("/")[2]
-            if full.rstrip("/").lstrip("/") == path.lstrip("/"):
-                continue  # object stores list placeholder files for folders
-            if not self._walk.pattern and name.startswith("."):
-                hidden.append(name)
-            elif entry["type"] == "directory":
+            full = str(entry["name"]).strip("/")
+            above, _, name = full.rpartition("/")
+            if full == path or (self._remote.has_queries and above != path):
+                continue  # stores list placeholders for folders, web servers all that a page refers to
+            if entry["type"] == "directory":
                 subfolders.add(name)
-            elif not full.endswith("/"):
+            elif not str(entry["name"]).endswith("/"):
                 files.add(name)
-        tell_of_dots(self._walk.shown + folder, hidden)
         return Folder(list(files), list(subfolders))
 
-    def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:
-        filesystem = self._filesystem
-        if not filesystem.async_impl:  # such drivers are not thread-safe
-            return Caller().run(lambda: list(filesystem.ls(path, detail=True)), PAGE_TIMEOUT_S)
-        for one in (folder, *following):
+    def _entries(self, folder: str, following: Sequence[str]) -> list[dict[str, Any]]:
+        driver = self._remote.driver()
+        for one in (folder, *(following if driver.is_async else ())):
             if one not in self._ahead:
-                asked = filesystem._ls((self._walk.root + one).rstrip("/"), detail=True)
-                self._ahead[one] = asyncio.run_coroutine_threadsafe(asked, filesystem.loop)
-        found: list[dict[str, Any]] = result_of(self._ahead.pop(folder), PAGE_TIMEOUT_S)
-        return found
+                self._ahead[one] = driver.submit(partial(driver.call, "ls", self._path(one), detail=True))
+        try:
+            return list(self._remote.answer_of(driver, self._ahead.pop(folder)))
+        finally:
+            if (kept := getattr(driver.filesystem, "dircache", None)) is not None:
+                kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings
+
+    def _path(self, folder: str) -> str:
+        path = self._walk.root + folder
+        return path if self._remote.is_web else path.rstrip("/")
 
     def close(self) -> None:
         for future in self._ahead.values():

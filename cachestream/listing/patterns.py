@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final
 
-from fsspec.utils import glob_translate
-
 from cachestream.errors import ConfigError
 from cachestream.transport.remote_errors import redact
 
@@ -19,7 +17,6 @@ logger = logging.getLogger("cachestream")
 MAX_EXPANDED: Final = 10_000_000
 MAGIC: Final = re.compile(r"[*?\[]")
 WEB_MAGIC: Final = re.compile(r"[*\[]")  # in a web URL "?" begins a query
-_STARS: Final = re.compile(r"\*+")
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
 
@@ -78,57 +75,57 @@ def split_wildcard(path: str, magic: re.Pattern[str] = MAGIC) -> tuple[str, str]
     return root, path[len(root) :]
 
 
-def as_in_shell(pattern: str) -> str:
-    """Return `pattern` with "*" for "**" in a part of a name: fsspec refuses such a wildcard."""
-    return "/".join(level if level == "**" else _STARS.sub("*", level) for level in pattern.split("/"))
+# --- wildcards: "*", "?" and "[…]" in a level, and "**" for any number of levels --------------------------
+
+# A sign matches no hidden name: only a level that begins with "." does, as in a shell.
+_SHOWN: Final = r"(?!\.)"
+_SIGN: Final = re.compile(r"(\*+|\?|\[!?\]?[^\]]*\])")
 
 
-def _matcher(pattern: str) -> Callable[[str], object]:
-    return re.compile(glob_translate(as_in_shell(pattern))).match
+def _level(level: str) -> str:
+    """Return the regular expression for one level of a wildcard."""
+    texts = _SIGN.split(level)
+    texts[::2] = map(re.escape, texts[::2])
+    for place, sign in enumerate(texts[1::2]):
+        if sign[0] == "[":
+            inside = re.sub(r"([\\\[&~|])", r"\\\1", sign[1:-1])
+            texts[2 * place + 1] = f"(?!/)[{'^' + inside[1:] if inside.startswith('!') else inside}]"
+        else:
+            texts[2 * place + 1] = "[^/]" if sign == "?" else "[^/]+" if sign == level else "[^/]*"
+    return ("" if level.startswith(".") else _SHOWN) + "".join(texts)
 
 
-def _matcher_as_in_shell(pattern: str) -> Callable[[str], object]:
-    """Return a function that tells whether a name fits a wildcard; hidden ones fit only a level that begins
-    with ".".
-    """
-    fits = _matcher(pattern)
-    dotted = [_matcher(level) for level in pattern.split("/") if level.startswith(".")]
-
-    def is_shown(level: str) -> bool:
-        return not level.startswith(".") or any(one(level) for one in dotted)
-
-    def fits_shown(name: str) -> bool:
-        is_plain = not name.startswith(".") and "/." not in name
-        return bool(fits(name)) and (is_plain or all(map(is_shown, name.split("/"))))
-
-    return fits_shown
+def _compiled(expression: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"{redact(pattern)}: not a wildcard: {error}") from None
 
 
 def name_filter(pattern: str) -> Callable[[list[str]], list[str]]:
-    """Return a function that selects the names of files that match a wildcard; of "", all."""
-    if not pattern:
-        return lambda names: names
-    fits = _matcher_as_in_shell(pattern)
-    return lambda names: [name for name in names if fits(name) and not name.endswith("/")]
+    """Return a function that selects the names of files that match a wildcard."""
+    if pattern == "**":
+        return lambda names: [
+            name for name in names if name[0] != "." and "/." not in name and name[-1] != "/"
+        ]
+    *folders, last = pattern.split("/")
+    above = (rf"(?:{_SHOWN}[^/]*/)*" if level == "**" else f"{_level(level)}/" for level in folders)
+    deep = rf"(?:{_SHOWN}[^/]*/)*" if last == "**" else ""
+    fits = _compiled("".join((*above, deep, _level(last))), pattern).fullmatch
+    return lambda names: [name for name in names if fits(name)]
 
 
-def folder_filter(pattern: str) -> Callable[[str], bool]:
-    """Return a predicate that is True for a folder ("a/b/") that may hold files that match, at any depth."""
-    if not pattern:
-        return lambda _: True
+def folder_filter(pattern: str) -> Callable[[str], object]:
+    """Return a predicate that is true for a folder ("a/b/") that may hold files that match, at any depth."""
     levels = pattern.split("/")
-    deep = levels.index("**") if "**" in levels else None
-    fixed = levels[: -1 if deep is None else deep]
-    fits = [_matcher_as_in_shell("/".join(fixed[: n + 1])) for n in range(len(fixed))]
-    has_dots = any(level.startswith(".") for level in levels)
-
-    def may_match(folder: str) -> bool:
-        depth = folder.count("/")
-        if depth <= len(fits):
-            return bool(fits[depth - 1](folder[:-1]))
-        return deep is not None and (has_dots or "/." not in f"/{folder}")
-
-    return may_match
+    deep = levels.index("**") if "**" in levels else len(levels) - 1
+    inside = ""
+    if deep < len(levels) - 1 or levels[-1] == "**":
+        has_dots = any(level.startswith(".") for level in levels[deep:])
+        inside = rf"(?:{'' if has_dots else _SHOWN}[^/]*/)*"
+    for level in reversed(levels[:deep]):
+        inside = f"(?:{_level(level)}/{inside})?"
+    return _compiled(inside, pattern).fullmatch
 
 
 def common_root(roots: Iterable[str]) -> str:
@@ -159,19 +156,6 @@ def tell_of_dots(where: str, names: Iterable[str]) -> None:
     dotted = [name for name in names if name.startswith("..") or "/.." in name]
     if dotted:
         _warn_of_dots(where, len(dotted), dotted[0][:200])
-
-
-def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
-    """Return `paths` without hidden files, files in hidden folders, and placeholders for folders."""
-    length = len(root)
-    return [
-        path
-        for path in paths
-        if not path.endswith("/")
-        and not path.startswith(".", length)
-        and "/." not in path[length:]
-        and (recursive or "/" not in path[length:])
-    ]
 
 
 # --- kinds of files ----------------------------------------------------------------------------

@@ -5,19 +5,17 @@ The Parquet files of such a table also hold rows that were deleted or replaced s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from cachestream.errors import ConfigError, SourceError, SourceUnavailableError
 from cachestream.listing.file_list import FileList
-from cachestream.listing.pages import PAGE_TIMEOUT_S, S3Listing
+from cachestream.listing.pages import GoneError, S3Listing, Walk
 from cachestream.listing.patterns import parent_of
-from cachestream.transport.driver import Caller
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -39,12 +37,17 @@ def refuse_tables(files: FileList) -> None:
     if found is not None:
         _refuse(found[0], files.shown_root + found[1])
     remote, folders = files.remote, set(map(_above_partitions, files.folders()))
+    if remote.is_web:
+        return
     if remote.is_local:
         folders |= {os.path.realpath(folder).rstrip("/") + "/" for folder in folders}
-        for folder in sorted(_with_those_above(folders)):
-            _refuse(_format_at(folder, _local_names), folder)
-    elif not remote.is_web:
-        _ask(remote, _with_those_above(folders))
+    asked = sorted(_with_those_above(folders), key=lambda folder: (folder.count("/"), folder))
+    if not remote.is_local:
+        asked = asked[:_MOST_ASKED]
+    with ThreadPoolExecutor(1 if remote.is_local else _AT_ONCE) as pool:
+        formats = list(pool.map(partial(_format_at, remote), asked))
+    for folder, format_name in zip(asked, formats, strict=True):
+        _refuse(format_name, redact(folder if remote.is_local else f"{remote.protocol}://{folder}"))
 
 
 def _named(name: str) -> tuple[str, str] | None:
@@ -75,60 +78,34 @@ def _above_partitions(folder: str) -> str:
     return _above_partitions(above) if "=" in folder[len(above) :] else folder
 
 
-def _ask(remote: Remote, folders: set[str]) -> None:
-    asked = sorted(folders, key=lambda folder: (folder.count("/"), folder))
-    if remote.protocol == "hf":
-        asked = [folder for folder in asked if _is_in_repository(folder)]
-    filesystem, _ = remote.open_for_listing()
-    caller = None if filesystem.async_impl else Caller()  # such drivers are not thread-safe
-
-    def names(folder: str) -> Iterable[str]:
-        try:
-            if remote.is_s3:  # pages, as s3fs lists all that lies beside a folder that is absent
-                # Of Iceberg's names "v1.metadata.json" comes after all others, which may fill a page.
-                patterns = ("", "v*") if folder.endswith(f"{_METADATA}/") else ("",)
-                return chain.from_iterable(S3Listing(remote, folder, one).first_names() for one in patterns)
-            with map_errors(redact(folder), secrets=remote.secrets):
-                return (caller or Caller()).run(lambda: _names_in(filesystem, folder), PAGE_TIMEOUT_S)
-        except SourceUnavailableError:
-            raise
-        except SourceError:  # there is none, or it may not be listed
-            return []
-
-    asked = asked[:_MOST_ASKED]
-    with ThreadPoolExecutor(_AT_ONCE if caller is None else 1) as pool:
-        formats = list(pool.map(lambda folder: _format_at(folder, names), asked))
-    for folder, found in zip(asked, formats, strict=True):
-        _refuse(found, redact(f"{remote.protocol}://{folder}"))
-
-
-def _is_in_repository(folder: str) -> bool:
-    """Return whether a folder of Hugging Face, "datasets/user/repository/", is a repository or lies in
-    one.
-    """
-    return folder.count("/") >= (3 if folder.partition("/")[0] in ("datasets", "spaces", "buckets") else 2)
-
-
-def _names_in(filesystem: Any, folder: str) -> list[str]:
-    # Drivers may list all that lies beside a folder that is absent; they look for it in one request.
-    if filesystem.info(folder.rstrip("/"))["type"] != "directory":
-        return []
-    return [str(name).rstrip("/").rpartition("/")[2] for name in filesystem.ls(folder, detail=False)]
-
-
-def _format_at(folder: str, names: Callable[[str], Iterable[str]]) -> str:
-    """Return the format of the table in `folder`, or ""; `names` yields the names in a folder, none if
-    absent.
-    """
+def _format_at(remote: Remote, folder: str) -> str:
+    """Return the format of the table in `folder` of a remote, or ""."""
     for log, name in _LOGS.items():
-        if any(names(f"{folder}{log}/")):
+        if _first_names(remote, f"{folder}{log}/"):
             return name
-    return "Apache Iceberg" if any(map(_METADATA_NAME.fullmatch, names(f"{folder}{_METADATA}/"))) else ""
+    # Of Iceberg's names "v1.metadata.json" comes after all others, which may fill a page of S3.
+    names = [
+        name for pattern in ("*", "v*") for name in _first_names(remote, f"{folder}{_METADATA}/", pattern)
+    ]
+    return "Apache Iceberg" if any(map(_METADATA_NAME.fullmatch, names)) else ""
 
 
-def _local_names(folder: str) -> Iterator[str]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        yield from (entry.name for entry in entries)
+def _first_names(remote: Remote, folder: str, pattern: str = "*") -> list[str]:
+    """Return the names on the first page of a folder; none if it is absent, or may not be listed."""
+    try:
+        if remote.is_s3:  # s3fs would list all that lies beside a folder that is absent
+            return next(S3Listing(remote, folder, pattern).after("")).names
+        with map_errors(redact(folder), secrets=remote.secrets):
+            # Other drivers may, too: they look for it in one request.
+            if not remote.is_local and remote.ask("info", folder.rstrip("/"))["type"] != "directory":
+                return []
+        return next(Walk(remote, folder, pattern).after("")).names
+    except SourceUnavailableError as error:
+        if not isinstance(error, GoneError):
+            raise
+    except SourceError:
+        pass
+    return []
 
 
 def _refuse(found: str, where: str) -> None:

@@ -64,6 +64,13 @@ from cachestream.transport.metering import PIECE_BYTES, fetched
 from cachestream.transport.object_limit import TooLargeError
 from cachestream.transport.object_limit import check as check_object
 from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import ChangedError, classify, map_errors, redact, redact_text
-from cachestream.transport.remote_object import RemoteObject, fetch, open_stream, patiently, size_of
+from cachestream.transport.remote_errors import (
+    ChangedError,
+    classify,
+    map_errors,
+    patiently,
+    redact,
+    redact_text,
+)
+from cachestream.transport.remote_object import RemoteObject, fetch, open_stream, size_of
 from cachestream.transport.stream import Stream, StreamFile

@@ -25,8 +25,8 @@ from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
 from cachestream.transport.file_objects import SeekableFile, open_file
 from cachestream.transport.object_limit import TooLargeError
-from cachestream.transport.remote_errors import ChangedError, classify, map_errors
-from cachestream.transport.remote_object import RemoteObject, fetch, open_stream, patiently, size_of
+from cachestream.transport.remote_errors import ChangedError, classify, map_errors, patiently
+from cachestream.transport.remote_object import RemoteObject, fetch, open_stream, size_of
 
 if TYPE_CHECKING:
     from cachestream.transport.stream import Stream

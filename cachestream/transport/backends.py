@@ -6,29 +6,35 @@ Resuming, deadlines, versions and accounting exist once, above the backends, in 
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import re
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from fsspec.asyn import get_loop
 
 from cachestream.transport import metering, object_limit
 from cachestream.transport.driver import (
-    CALL_BYTES,
+    CALL_MIB_S,
     CALL_S,
     CONNECT_S,
     FIRST_BYTE_S,
     PIECE_S,
     STALL_S,
-    Driver,
+    Caller,
     in_time,
 )
 from cachestream.transport.metering import PIECE_BYTES
-from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object, target_of
+
+T = TypeVar("T")
+
+PART_BYTES: Final = 4 << 20  # of a part that is requested by itself, and of a call
 
 Span = tuple[int, int]  # a part of a file: its first byte, and the byte after its last one
 
@@ -76,22 +82,37 @@ class Body:
     start: int
     version: Version
     read: Callable[[int], Awaitable[Any]]
-    close: Callable[[], None]
-    seek: Callable[[int], object] | None = None  # only of a blocking driver
+    close: Callable[[], object]
+    seek: Callable[[int], Awaitable[object]] | None = None  # only of a blocking driver
 
 
 class Backend:
-    """The requests of one kind of remote. `driver.submit` runs them; they raise the driver's errors.
+    """An open filesystem of fsspec, where its calls run, and the requests of its kind of remote.
 
-    `streams`: the bytes of an answer can be read as they arrive; otherwise a call returns none before all are
-    there. `tells_version`: every answer tells what is known of the version. `takes_parts`: the parts of a
+    An asynchronous filesystem serves all threads. `streams`: every answer tells the version, and its bytes can
+    be read as they arrive; otherwise a call returns none before all are there. `takes_parts`: the parts of a
     large file are best requested by themselves, several at once.
     """
 
-    streams = tells_version = takes_parts = True
+    is_async = streams = takes_parts = True
 
-    def __init__(self, remote: Remote, driver: Driver) -> None:
-        self._call_size, self.driver = remote.call_size, driver
+    def __init__(self, filesystem: Any, path: str, max_object_bytes: int) -> None:
+        self.filesystem, self.path = filesystem, path  # of the URL that it was opened with
+        self._max_object_bytes = max_object_bytes
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop on which all is awaited."""
+        found: asyncio.AbstractEventLoop = self.filesystem.loop
+        return found
+
+    def submit(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> Future[T]:
+        """Run the coroutine `work(*arguments)` on the loop."""
+        return asyncio.run_coroutine_threadsafe(work(*arguments), self.loop)
+
+    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call the filesystem's method `name`."""
+        return await getattr(self.filesystem, f"_{name}")(*arguments, **options)
 
     @property
     def request_bytes(self) -> int:
@@ -100,7 +121,7 @@ class Backend:
 
     def deadline_s(self, nbytes: int) -> float:
         """Return the deadline for a step that reads `nbytes`."""
-        return CALL_S + (PIECE_S * -(-nbytes // PIECE_BYTES) if self.streams else 0.0)
+        return CALL_S + (PIECE_S if self.streams else CALL_MIB_S) * -(-nbytes // PIECE_BYTES)
 
     async def stat(self, path: str) -> Version:
         """Return the current version of a file."""
@@ -112,16 +133,6 @@ class Backend:
         `version` is what is known of the file. The server may ignore it, and the range.
         """
         raise NotImplementedError
-
-
-def backend_of(remote: Remote) -> Backend:
-    """Return the backend of a remote that is not local, with the driver of this thread."""
-    driver = remote.driver()
-    if remote.is_s3:
-        return S3Backend(remote, driver)
-    if remote.is_web:
-        return WebBackend(remote, driver)
-    return CallBackend(remote, driver) if driver.is_async else BlockingBackend(remote, driver)
 
 
 class _StreamingBackend(Backend):
@@ -143,29 +154,20 @@ class S3Backend(_StreamingBackend):
     """Objects of S3."""
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        filesystem = self.driver.filesystem
+        filesystem = self.filesystem
         read_s = float(filesystem.config_kwargs.get("read_timeout", STALL_S))
         asking = get_object(filesystem, target_of(filesystem, path), Range=_range_header(start, stop))
         # The user's own read timeout wins.
         answer = await in_time(asking, FIRST_BYTE_S if read_s == STALL_S else read_s)
+        headers = answer["ResponseMetadata"]["HTTPHeaders"]
+        # Some servers send a part with status 200.
+        status = 206 if "content-range" in headers else answer["ResponseMetadata"]["HTTPStatusCode"]
         try:
-            begin, told = version_of_s3(answer, start, stop)
+            begin, told = _told(start, stop, status, headers, int(headers.get("content-length", -1)))
         except BaseException:
             answer["Body"].close()
             raise
         return Body(begin, told, answer["Body"].read, answer["Body"].close)
-
-
-def version_of_s3(answer: dict[str, Any], start: int = 0, stop: int | None = None) -> tuple[int, Version]:
-    """Return the offset of the first byte in an answer of S3, and the version of the whole object.
-
-    Raises WrongAnswerError unless it is an answer to a request for the bytes from `start` to `stop`.
-    """
-    content_range = answer.get("ContentRange")
-    # Some servers send a part with status 200.
-    status = 206 if content_range else answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 200)
-    begin, size = _place_of(start, stop, status, content_range, int(answer["ContentLength"]))
-    return begin, Version(size, _tag(answer.get("ETag")))
 
 
 class WebBackend(_StreamingBackend):
@@ -176,7 +178,7 @@ class WebBackend(_StreamingBackend):
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         import aiohttp
 
-        filesystem = self.driver.filesystem
+        filesystem = self.filesystem
         session = await filesystem.set_session()
         options = dict(filesystem.kwargs)
         # In a compressed body, a range would mean other bytes.
@@ -198,12 +200,11 @@ class WebBackend(_StreamingBackend):
                 raise WrongAnswerError(f"the bytes from {start} on are refused (416, {told_range})")
             response.raise_for_status()
             length = -1 if _is_encoded(response) else int(response.headers.get("Content-Length", -1))
-            begin, size = _place_of(start, stop, response.status, told_range, length)
+            begin, told = _told(start, stop, response.status, response.headers, length)
         except BaseException:
             response.close()
             raise
-        tag = _tag(response.headers.get("ETag")) or response.headers.get("Last-Modified") or ""
-        return Body(begin, Version(size, str(tag)), response.content.read, response.close)
+        return Body(begin, told, response.content.read, response.close)
 
 
 def _range_header(start: int, stop: int | None) -> str:
@@ -212,16 +213,19 @@ def _range_header(start: int, stop: int | None) -> str:
     return f"bytes={start}-{'' if stop is None else max(start, stop - 1)}"
 
 
-def _place_of(
-    start: int, stop: int | None, status: int, content_range: str | None, length: int
-) -> tuple[int, int]:
-    """Return the offset of an answer's first byte and the size of the whole file, -1 where it is not told.
+def _told(
+    start: int, stop: int | None, status: int, headers: Mapping[str, str], length: int
+) -> tuple[int, Version]:
+    """Return the offset of an answer's first byte, and the version of the whole file as far as it is told.
 
     Raises WrongAnswerError unless it answers a request for the bytes from `start` to `stop`: all numbers that
     it tells must fit. It may be the whole file, or end early.
     """
+    # A weak ETag, as a proxy makes it, is of the same bytes.
+    tag = headers.get("etag", "").removeprefix("W/") or headers.get("last-modified", "")
     if status in (200, 203):
-        return 0, length
+        return 0, Version(length, tag)
+    content_range = headers.get("content-range")
     match = _CONTENT_RANGE.fullmatch(content_range or "")
     if status != 206 or match is None:
         raise WrongAnswerError(f"status {status} with Content-Range {content_range!r} is no answer to a read")
@@ -234,12 +238,7 @@ def _place_of(
             f"asked for {_range_header(start, stop)}, a server or a proxy sent {content_range!r} "
             f"({length} bytes)"
         )
-    return first, size
-
-
-def _tag(etag: Any) -> str:
-    """Return an ETag without the mark of a weak one, which a proxy adds for the same bytes."""
-    return str(etag or "").removeprefix("W/")
+    return first, Version(size, tag)
 
 
 def _is_encoded(response: Any) -> bool:
@@ -261,35 +260,30 @@ def _is_encoded(response: Any) -> bool:
 class CallBackend(Backend):
     """An asynchronous driver of fsspec, by `_cat_file`."""
 
-    streams = tells_version = False
-
-    def __init__(self, remote: Remote, driver: Driver) -> None:
-        super().__init__(remote, driver)
-        self._most_bytes = remote.most_bytes
+    streams = False
 
     @property
     def request_bytes(self) -> int:
-        return metering.at_most(self._call_size.nbytes)
+        return metering.at_most(PART_BYTES)
 
     async def stat(self, path: str) -> Version:
-        info = await self.driver.filesystem._info(path)
+        info = await self.call("info", path)
         told = _version_of_info(info)
         # The client unpacks what Google's storage keeps packed, to another size than the one told.
         if info.get("contentEncoding") in _NOT_ENCODED:
             return told
-        object_limit.check(told.size_bytes, self._most_bytes)  # as one call brings all of it
+        most = object_limit.limit_bytes(self._max_object_bytes)
+        object_limit.check(told.size_bytes, most)  # as one call brings all of it
         return Version(-1, told.tag)
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
         if start < 0:  # the answer would not tell where its bytes lie
             version = version if version.size_bytes >= 0 else await self.stat(path)
             start = max(0, version.size_bytes + start)
-        begun_s = time.monotonic()
         if version.is_unsized:
-            return body_of(await self.driver.filesystem._cat_file(path), 0, version)
+            return body_of(await self.filesystem._cat_file(path), 0, version)
         span = {} if start == 0 and stop is None else {"start": start, "end": stop}
-        data: bytes = await self.driver.filesystem._cat_file(path, **span)
-        self._call_size.took(len(data), time.monotonic() - begun_s)
+        data: bytes = await self.filesystem._cat_file(path, **span)
         if stop is not None and len(data) > stop - start:
             raise WrongAnswerError(
                 f"{len(data)} bytes came for the {stop - start} asked for; is it packed by Content-Encoding?"
@@ -314,45 +308,51 @@ def body_of(data: bytes, start: int, version: Version) -> Body:
 class BlockingBackend(Backend):
     """A synchronous driver of fsspec: an open file is a request, and each of its reads a call.
 
-    It reads ahead as much as the driver does by default, or less after a late call; for parts, not at all.
+    It serves one thread, as these filesystems are not thread-safe; its `caller` makes the calls. It reads
+    ahead as much as the driver does by default; for parts, not at all.
     """
 
-    streams = takes_parts = False
+    is_async = streams = takes_parts = False
     request_bytes = metering.NO_LIMIT_BYTES
 
+    def __init__(self, filesystem: Any, path: str, max_object_bytes: int, caller: Caller) -> None:
+        super().__init__(filesystem, path, max_object_bytes)
+        self.caller = caller
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        found: asyncio.AbstractEventLoop = get_loop()
+        return found
+
+    async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return await self._run(getattr(self.filesystem, name), *arguments, **options)
+
+    async def _run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        try:
+            return await asyncio.wrap_future(self.caller.submit(partial(function, *arguments, **options)))
+        except EOFError as error:  # raised by ftplib when the server hangs up
+            raise ConnectionError(f"the connection was closed {error}") from error
+
     async def stat(self, path: str) -> Version:
-        return _version_of_info(self.driver.filesystem.info(path))
+        return _version_of_info(await self.call("info", path))
 
     async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
-        most = self._call_size.nbytes
-        ahead = {"block_size": most if most < CALL_BYTES else None}
-        options = ahead if stop is None else {"cache_type": "none"}
-        with _closed_connections():
-            file = self.driver.filesystem.open(path, "rb", **options)
-            if start < 0:
-                file.seek(0, os.SEEK_END)  # of SFTP, this returns nothing
-                start = max(0, file.tell() + start)
-            if start or file.tell():
-                file.seek(start)
-
-        async def read(nbytes: int) -> bytes:
-            begun_s = time.monotonic()
-            with _closed_connections():
-                data: bytes = file.read(min(nbytes, metering.at_most(self._call_size.nbytes)))
-            self._call_size.took(len(data), time.monotonic() - begun_s)
-            return data
-
+        options = {} if stop is None else {"cache_type": "none"}
+        file = await self.call("open", path, "rb", **options)
+        if start < 0:
+            await self._run(file.seek, 0, os.SEEK_END)  # of SFTP, this returns nothing
+            start = max(0, await self._run(file.tell) + start)
+        if start or file.tell():
+            await self._run(file.seek, start)
         info = getattr(file, "details", None)  # which files of SFTP and HDFS have not
-        told = _version_of_info(info if isinstance(info, dict) else self.driver.filesystem.info(path))
-        return Body(start, told, read, file.close, file.seek)
-
-
-@contextlib.contextmanager
-def _closed_connections() -> Iterator[None]:
-    try:
-        yield
-    except EOFError as error:  # ftplib's error if the server closed the connection
-        raise ConnectionError(f"the connection was closed {error}") from error
+        told = _version_of_info(info if isinstance(info, dict) else await self.call("info", path))
+        return Body(
+            start,
+            told,
+            partial(self._run, file.read),
+            lambda: self.caller.submit(file.close),
+            partial(self._run, file.seek),
+        )
 
 
 def _version_of_info(info: dict[str, Any]) -> Version:

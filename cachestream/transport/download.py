@@ -10,17 +10,16 @@ import concurrent.futures
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from cachestream.transport import metering
 from cachestream.transport.backends import (
+    PART_BYTES,
     Backend,
     Body,
     Version,
     WrongAnswerError,
-    backend_of,
     body_of,
 )
 from cachestream.transport.driver import PIECE_S, result_of
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
 # Returns the memory for the bytes from an offset on, of a file of a size (-1: unknown).
 Room = Callable[[int, int], memoryview]
 
-PART_BYTES: Final = 4 << 20  # of a part that is requested by itself
-RESUMES: Final = 4  # in a row, without a whole piece in between
-MORE_RESUMES: Final = 8  # about a minute, where reading anew would lose a whole piece or more
+RESUMES: Final = 6  # in a row, without a whole piece in between: about a quarter of a minute
 
 
 class _TooSlowError(TimeoutError):
@@ -46,8 +43,7 @@ class RangeRequest:
     """One request for the bytes of a file from `start` on, sent with the first read.
 
     Its methods run where the driver's calls do, one at a time. `position` is the offset of the next byte. If
-    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`. A request
-    that `is_given_up` writes to no memory any more.
+    an error ends the request after bytes came, `read` returns these bytes and keeps the `error`.
     """
 
     def __init__(self, file: RemoteObject, backend: Backend, start: int, stop: int | None) -> None:
@@ -57,7 +53,7 @@ class RangeRequest:
         self.backend = backend
         self.position = start
         self.error: Exception | None = None
-        self.is_done = self.is_given_up = False
+        self.is_done = False
 
     async def read(self, at: int, room: Room, most: int, patience_s: float) -> memoryview:
         """Return at most `most` bytes from `at` on, in memory from `room`: fewer after `patience_s`, none at
@@ -69,7 +65,7 @@ class RangeRequest:
             body = self._body = await self._open()
         elif at != self.position:
             assert body.seek is not None
-            body.seek(at)
+            await body.seek(at)
             self.position = at
         out, ended, enough_s = memoryview(b""), False, time.monotonic() + patience_s
         try:
@@ -78,8 +74,6 @@ class RangeRequest:
                 out = out[: self._stop - at]
             while not ended and self.position < at + len(out):
                 part = await body.read(at + len(out) - self.position)
-                if self.is_given_up:  # the memory may belong to another request by now
-                    return memoryview(b"")
                 out[self.position - at : self.position - at + len(part)] = part
                 self.position += len(part)
                 ended = not part
@@ -139,7 +133,7 @@ class RangeRequest:
             # Only at its end is the connection free for the next request.
             goes_on = len(await body.read(1)) > 0
             if goes_on and position == size:
-                if not self.backend.tells_version:  # it may have been replaced by a longer one
+                if not self.backend.streams:  # it may have been replaced by a longer one
                     self._file.check(await self.backend.stat(self._file.path))
                 raise WrongAnswerError(f"it goes on after the {size} bytes that it is said to have")
         if ended or position == end:
@@ -150,16 +144,6 @@ class RangeRequest:
         body, self._body = self._body, None
         if body is not None:
             body.close()
-
-
-@dataclass(slots=True)
-class _Progress:
-    """The bytes, waits and failures since the last whole `PIECE_BYTES` came."""
-
-    num_bytes: int = 0
-    waited_s: float = 0.0
-    failures: int = 0
-    delays: Iterator[float] = field(default_factory=lambda: backoff_delays(random))
 
 
 class Download:
@@ -173,7 +157,7 @@ class Download:
 
     An error is resumed after a pause, by a request for the bytes that are missing, if the remote is
     unavailable and has sent bytes before (`num_bytes`): at most `RESUMES` times without a whole `PIECE_BYTES`
-    in between, or `MORE_RESUMES` after such a piece. A read that never began is retried by the caller, with
+    in between. A read that never began is retried by the caller, with
     the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A
     wrong answer is asked for again as often, whether bytes came before or not, and is final then.
 
@@ -197,7 +181,12 @@ class Download:
         self._request: RangeRequest | None = None
         self._pending: concurrent.futures.Future[memoryview] | None = None
         self._asked_s = self._deadline_s = 0.0
-        self._progress = _Progress()
+        self._begin_piece()
+
+    def _begin_piece(self) -> None:
+        """Count bytes, waits and failures since the last whole `PIECE_BYTES`."""
+        self._piece_bytes, self._waited_s, self._failures = 0, 0.0, 0
+        self._delays = backoff_delays(random)
 
     @property
     def is_at_end(self) -> bool:
@@ -215,7 +204,7 @@ class Download:
         if self._pending is not None or (request is not None and request.error is not None):
             return
         if request is None:
-            backend = backend_of(self._file.remote)
+            backend = self._file.remote.driver()
             most = math.inf if self.stop is None else self.stop
             is_limited = backend.request_bytes < metering.NO_LIMIT_BYTES
             if self.offset >= 0 and is_limited and not self._file.version.is_unsized:
@@ -223,24 +212,23 @@ class Download:
             stop = None if most == math.inf else int(most)
             request = self._request = RangeRequest(self._file, backend, self.offset, stop)
         nbytes = self._likely_bytes()
-        metering.asking(nbytes)
-        driver = request.backend.driver
+        is_known = self._file.version.size_bytes >= 0 or self.stop is not None
+        metering.asking(nbytes if is_known else 1)  # the rest is paid for when it comes
         self._asked_s = time.monotonic()
         self._deadline_s = request.backend.deadline_s(nbytes)
-        patience_s = self._patience_s if driver.is_async else 0.0  # a read of a blocking driver is one call
-        self._pending = driver.submit(request.read, self.offset, self.room, self._step_bytes, patience_s)
+        patience_s = (
+            self._patience_s if request.backend.is_async else 0.0
+        )  # a read of a blocking driver is one call
+        self._pending = request.backend.submit(
+            request.read, self.offset, self.room, self._step_bytes, patience_s
+        )
 
     def _likely_bytes(self) -> int:
         """Return how many bytes the next piece is likely to have."""
-        size, offset = self._file.version.size_bytes, self.offset
-        if offset < 0:
-            return -offset
-        nbytes = self._step_bytes
-        if self.stop is not None:
-            nbytes = min(nbytes, self.stop - offset)
-        if size >= 0:
-            return min(nbytes, size - offset)
-        return nbytes if self.num_bytes else min(nbytes, self._file.remote.likely_bytes())
+        if self.offset < 0:
+            return -self.offset
+        ends = (end for end in (self.stop, self._file.version.size_bytes) if end is not None and end >= 0)
+        return min((self._step_bytes, *(end - self.offset for end in ends)))
 
     def take(self) -> memoryview:
         """Wait for the pending piece, or the next one; none at the end of the file."""
@@ -253,13 +241,13 @@ class Download:
             except Exception as error:
                 if not self._may_resume(error):
                     raise
-            self._progress.failures += 1
-            metering.wait(next(self._progress.delays))
+            self._failures += 1
+            metering.wait(next(self._delays))
         return memoryview(b"")
 
     def seek(self, offset: int) -> None:
         """Go on at `offset`; a blocking driver keeps its file."""
-        if self._request is not None and self._request.backend.driver.is_async:
+        if self._request is not None and self._request.backend.is_async:
             self.close()
         self._cancel()
         self.offset = offset
@@ -269,8 +257,7 @@ class Download:
         self._cancel()
         request, self._request = self._request, None
         if request is not None and not request.is_done:
-            request.is_given_up = True
-            request.backend.driver.later(request.close)
+            request.backend.loop.call_soon_threadsafe(request.close)
 
     def _cancel(self) -> None:
         pending, self._pending = self._pending, None
@@ -288,13 +275,12 @@ class Download:
             self._request = None
         metering.fetched(len(piece))
         self.num_bytes += len(piece)
-        progress = self._progress
-        progress.num_bytes += len(piece)
-        progress.waited_s += time.monotonic() - begun_s
-        if progress.num_bytes >= PIECE_BYTES:
-            self._progress = _Progress()
-        elif progress.waited_s > PIECE_S and request.backend.streams and not self.is_done:
-            raise _TooSlowError(f"only {progress.num_bytes} bytes came within {progress.waited_s:.0f} s")
+        self._piece_bytes += len(piece)
+        self._waited_s += time.monotonic() - begun_s
+        if self._piece_bytes >= PIECE_BYTES:
+            self._begin_piece()
+        elif self._waited_s > PIECE_S and request.backend.streams and not self.is_done:
+            raise _TooSlowError(f"only {self._piece_bytes} bytes came within {self._waited_s:.0f} s")
         return piece
 
     def _may_resume(self, error: Exception) -> bool:
@@ -302,9 +288,8 @@ class Download:
         request = self._request
         self.close()
         if request is not None:
-            self._file.remote.note_failure(request.backend.driver, error)
+            self._file.remote.note_failure(request.backend, error)
         is_wrong = isinstance(error, WrongAnswerError)
         if isinstance(error, _TooSlowError) or not (is_wrong or classify_and_report(error) == "unavailable"):
             return False
-        most = RESUMES if self.num_bytes < PIECE_BYTES else MORE_RESUMES
-        return (is_wrong or self.num_bytes > 0) and self._progress.failures < most
+        return (is_wrong or self.num_bytes > 0) and self._failures < RESUMES

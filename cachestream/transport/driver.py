@@ -3,7 +3,7 @@
 | | connect | first byte | stalled body | whole object |
 |-|-|-|-|-|
 | S3, HTTP | `CONNECT_S` | `FIRST_BYTE_S` | `STALL_S` | `PIECE_S` for each MiB |
-| other drivers, which only return whole calls | `CALL_S` a call; after a late one, calls are smaller | | | |
+| other drivers, which only return whole calls | `CALL_S` a call, and `CALL_MIB_S` for each MiB | | | |
 | local files | the kernel's; the sampling process is replaced after `hang_timeout_s` | | | |
 """
 
@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Final, TypeVar
 
 from cachestream.transport import metering
 
@@ -30,11 +30,8 @@ STALL_S: Final = 20.0
 CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 # A connection that brings less than a MiB, or than the rest of the object, in this time counts as broken.
 PIECE_S: Final = 60.0
+CALL_MIB_S: Final = 5.0
 MOST_LATE: Final = 64  # calls in a process that nobody waits for any more
-CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
-_LEAST_CALL_BYTES: Final = 64 << 10
-_QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
-_LATE: Final = "late driver call"
 
 _Call = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
 
@@ -68,45 +65,31 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float, since_s:
             future.exception(min(left_s, metering.TICK_S))
         except concurrent.futures.TimeoutError:
             metering.fetched(0)
-    return future.result()
-
-
-class CallSize:
-    """The bytes that one call asks of a driver that returns nothing before all have arrived. Thread-safe.
-
-    It starts at `CALL_BYTES`, is divided by four after a late call, and doubled after a quick one.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = CALL_BYTES
-
-    def took(self, nbytes: int, took_s: float) -> None:
-        """Adapt to a call that returned `nbytes` after `took_s`."""
-        if nbytes >= self.nbytes and took_s < _QUICK_SHARE * CALL_S:
-            self.nbytes = min(2 * self.nbytes, CALL_BYTES)
-
-    def was_late(self) -> None:
-        """Adapt to a call that did not return in time."""
-        self.nbytes = max(self.nbytes // 4, _LEAST_CALL_BYTES)
+    try:
+        return future.result()
+    finally:
+        del future  # whose error refers to this frame
 
 
 class Caller:
-    """A thread that makes blocking calls for another thread, which waits for them with a deadline.
+    """A thread that makes blocking calls, one after the other, and keeps no process alive.
 
-    A Caller whose call is late must not be used again: its thread ends when the call returns, and keeps no
-    process alive.
+    A Caller whose call is late is abandoned: its thread ends when the call returns. Raises TimeoutError where
+    `MOST_LATE` calls of this process are late.
     """
 
+    late: ClassVar[set[threading.Thread]] = set()
+
     def __init__(self) -> None:
-        late = [thread for thread in threading.enumerate() if thread.name == _LATE]
-        if len(late) >= MOST_LATE:  # calls do not return any more: hang, so that this process is replaced
-            late[0].join()
+        if len(self.late) >= MOST_LATE:
+            raise TimeoutError(f"{MOST_LATE} calls of drivers have not returned; restart this process")
         self._calls = queue.SimpleQueue[_Call | None]()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name="driver", daemon=True)
         self._thread.start()
 
     def __del__(self) -> None:
-        self._calls.put(None)
+        if hasattr(self, "_calls"):
+            self._calls.put(None)
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have `call` made after those that were submitted before."""
@@ -114,22 +97,10 @@ class Caller:
         self._calls.put((call, future))
         return future
 
-    def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Make `call` and return its result; report signs of life meanwhile. Raises TimeoutError after
-        `timeout_s`.
-        """
-        future = self.submit(call)
-        try:
-            found: T = result_of(future, timeout_s)
-        except TimeoutError:
-            if future.cancelled():
-                self.abandon()
-            raise
-        return found
-
     def abandon(self) -> None:
         """Count the thread as late until its call returns."""
-        self._thread.name = _LATE
+        self.late.add(self._thread)
+        self.submit(partial(self.late.discard, self._thread))
 
 
 def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
@@ -142,45 +113,3 @@ def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
                 except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                     future.set_exception(error)
         del wanted, call, future
-
-
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """An open filesystem of fsspec, and where its calls run.
-
-    Those of an asynchronous one run on its event loop, for all threads. A blocking one serves one thread, as
-    fsspec's synchronous filesystems are not thread-safe; its `caller` makes the calls.
-    """
-
-    filesystem: Any
-    caller: Caller | None
-
-    @property
-    def is_async(self) -> bool:
-        return self.caller is None
-
-    def submit(
-        self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
-    ) -> concurrent.futures.Future[T]:
-        """Run the coroutine `work(*arguments)`. Where the filesystem blocks, so may the coroutine."""
-        if self.caller is None:
-            return asyncio.run_coroutine_threadsafe(work(*arguments), self.filesystem.loop)
-        return self.caller.submit(lambda: run_blocking(work(*arguments)))
-
-    def later(self, call: Callable[[], Any]) -> None:
-        """Make `call` after what was submitted before, without waiting for it."""
-        if self.caller is None:
-            self.filesystem.loop.call_soon_threadsafe(call)
-        else:
-            self.caller.submit(call)
-
-
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits for an event loop, and return its result."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        found: T = done.value
-        return found
-    coroutine.close()
-    raise RuntimeError("a coroutine that must not wait does")

@@ -13,7 +13,9 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -22,14 +24,23 @@ from fsspec.utils import get_protocol
 
 from cachestream.config import check_mapping, collection_paused, parse_size
 from cachestream.errors import ConfigError
-from cachestream.transport import metering, object_limit
-from cachestream.transport.driver import CONNECT_S, FIRST_BYTE_S, STALL_S, Caller, CallSize, Driver
-from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
+from cachestream.transport import object_limit
+from cachestream.transport.backends import Backend, BlockingBackend, CallBackend, S3Backend, WebBackend
+from cachestream.transport.driver import (
+    CONNECT_S,
+    FIRST_BYTE_S,
+    STALL_S,
+    Caller,
+    result_of,
+)
+from cachestream.transport.remote_errors import classify, map_errors, patiently, redact, redact_text
+
+T = TypeVar("T")
 
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
+PAGE_TIMEOUT_S: Final = 60.0  # to list a folder, or a page of it
 # At least as many as there can be requests: a wait for a free connection would count as a late answer.
 MAX_CONNECTIONS: Final = 256
-LIST_ATTEMPTS: Final = 4
 _S3: Final = ("s3", "s3a")
 
 # Values under these names may be shown; all others in storage_options may be secrets.
@@ -38,7 +49,6 @@ _PUBLIC_OPTIONS: Final = frozenset(
      "endpoint", "endpoint_url", "host", "location", "mode", "org", "profile", "project", "protocol", "ref",
      "region", "region_name", "repo", "repo_type", "revision", "sha", "signature_version", "version_id"}
 )  # fmt: skip
-_MEAN_GAIN: Final = 0.1
 _MIN_SECRET_CHARS: Final = 4  # masking a shorter one would destroy messages
 
 
@@ -67,17 +77,17 @@ def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(secrets, key=len, reverse=True))
 
 
-def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]:
-    """Return `options` for s3fs, with our deadlines, pool size and retries unless the user gave others.
+def _with_s3_limits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` for s3fs, with our deadlines and pool size unless the user gave others, and no retries.
 
-    The retries of botocore and s3fs multiply to several minutes without a sign of life. Reads are retried by
-    the caller of the source instead.
+    The retries of botocore and s3fs multiply to several minutes without a sign of life. `ask` retries, and
+    the caller of a source.
     """
     config = {
         "connect_timeout": CONNECT_S,
         "read_timeout": STALL_S,
         "max_pool_connections": MAX_CONNECTIONS,
-        "retries": {"mode": "standard", "total_max_attempts": attempts},
+        "retries": {"mode": "standard", "total_max_attempts": 1},
     }
     return {
         "use_listings_cache": False,
@@ -160,9 +170,7 @@ class Remote:
         self.secrets = _secrets(self._url, self._options)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._shared: Driver | None = None
-        self._mean_object_bytes = 0.0  # of the objects that are read whole; a running mean
-        self.call_size = CallSize()
+        self._shared: Backend | None = None
         self._per_thread = threading.local()
 
     def __getstate__(self) -> tuple[str, dict[str, Any], int]:
@@ -193,11 +201,6 @@ class Remote:
     def is_s3(self) -> bool:
         return self.protocol in _S3 and "::" not in self._url
 
-    @property
-    def has_versions(self) -> bool:
-        """True if paths name a version of an object."""
-        return bool(self._options.get("version_aware"))
-
     @collection_paused()
     def _check_driver(self) -> None:
         """Raise ConfigError for an unknown scheme, or one whose driver is not installed."""
@@ -218,13 +221,13 @@ class Remote:
             ) from None
 
     @collection_paused()
-    def _open(self, attempts: int) -> tuple[Any, str]:
+    def _open(self) -> tuple[Any, str]:
         """Open a new filesystem; return it and the path of this Remote's URL in it."""
         options: dict[str, Any] = dict(self._options)
         if self.is_s3:
-            options = _with_s3_limits(options, attempts)
+            options = _with_s3_limits(options)
         elif "s3" in options:
-            options["s3"] = _with_s3_limits(options["s3"], attempts)
+            options["s3"] = _with_s3_limits(options["s3"])
         if self.protocol == "ftp":
             options.setdefault("timeout", FIRST_BYTE_S)
         where = redact(self._url)
@@ -244,25 +247,45 @@ class Remote:
                 ) from None
         return filesystem, str(path)
 
-    def likely_bytes(self) -> int:
-        """Return how many bytes a request for a whole object is likely to bring."""
-        return metering.at_most(int(self._mean_object_bytes or metering.NO_LIMIT_BYTES))
-
-    def saw_object(self, nbytes: int) -> None:
-        """Add an object that was read whole to the mean size."""
-        usual = self._mean_object_bytes
-        self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
+    def path_of(self, url: str) -> str:
+        """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this Remote's."""
+        if "::" in url:
+            return self.driver().path
+        return str(fsspec.get_filesystem_class(self.protocol)._strip_protocol(url))
 
     def open_for_listing(self) -> tuple[Any, str]:
-        """Open a separate filesystem, which retries requests itself; return it and this URL's path in it."""
-        return self._open(LIST_ATTEMPTS)
+        """Return the filesystem, and this URL's path in it."""
+        return self.driver().filesystem, self.path_of(self._url)
+
+    def ask(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Return the answer of the filesystem's method `name`.
+
+        Asks again while the remote is unavailable, as `patiently` does, and reports signs of life.
+        """
+        self.driver()  # not again and again
+
+        def once() -> Any:
+            driver = self.driver()
+            asked = driver.submit(partial(driver.call, name, *arguments, **options))
+            return self.answer_of(driver, asked)
+
+        return patiently(once)
+
+    def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = 0.0) -> T:
+        """Wait for what was submitted to `driver`: up to `PAGE_TIMEOUT_S` unless another time is given."""
+        try:
+            found: T = result_of(asked, timeout_s or PAGE_TIMEOUT_S)
+        except Exception as error:
+            self.note_failure(driver, error)
+            raise
+        return found
 
     @property
     def most_bytes(self) -> int:
         """The limit for one object: the most bytes that are read of it."""
         return object_limit.limit_bytes(self.max_object_bytes)
 
-    def driver(self) -> Driver:
+    def driver(self) -> Backend:
         """Return the driver that this thread reads with; open it at the first call."""
         if self._pid != os.getpid():
             self._reset()
@@ -273,28 +296,35 @@ class Remote:
             with self._lock if shared else contextlib.nullcontext():
                 known = self._opened_driver()  # another thread was first
                 if known is None:
-                    caller = Caller()
-                    filesystem, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
-                    if filesystem.async_impl:
-                        known = self._shared = Driver(filesystem, None)
-                    else:
-                        known = self._per_thread.driver = Driver(filesystem, caller)
+                    known = self._open_driver()
         return known
 
-    def note_failure(self, driver: Driver, error: Exception) -> None:
-        """Adapt to a call of `driver` that failed.
+    def _open_driver(self) -> Backend:
+        caller = Caller()
+        opening = caller.submit(self._open)
+        try:
+            filesystem, path = result_of(opening, OPEN_TIMEOUT_S)
+        except TimeoutError:
+            if opening.cancelled():
+                caller.abandon()
+            raise
+        if not filesystem.async_impl:
+            own = self._per_thread.driver = BlockingBackend(filesystem, path, self.max_object_bytes, caller)
+            return own
+        kind = S3Backend if self.is_s3 else WebBackend if self.is_web else CallBackend
+        self._shared = kind(filesystem, path, self.max_object_bytes)
+        return self._shared
 
-        After a late call, calls are smaller. An error may leave the connection of a blocking driver unusable,
-        and some keep one for ever: the next call opens another filesystem then.
+    def note_failure(self, driver: Backend, error: Exception) -> None:
+        """Have the next call open another filesystem if a call of a blocking `driver` failed.
+
+        The error may have left its connection unusable, and some keep one for ever.
         """
-        is_late = isinstance(error, TimeoutError)
-        if is_late:
-            self.call_size.was_late()
-        if driver.caller is not None and classify(error) not in ("missing", "denied"):
-            if is_late:
+        if isinstance(driver, BlockingBackend) and classify(error) not in ("missing", "denied"):
+            if isinstance(error, TimeoutError):
                 driver.caller.abandon()
             if self._opened_driver() is driver:
                 self._per_thread.driver = None
 
-    def _opened_driver(self) -> Driver | None:
+    def _opened_driver(self) -> Backend | None:
         return self._shared if self._shared is not None else getattr(self._per_thread, "driver", None)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, Literal, Protocol, TypeVar
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.transport import metering
@@ -21,6 +22,9 @@ Kind = Literal[
     "missing", "denied", "credentials", "bucket", "clock", "unavailable", "range", "changed", "other"
 ]
 
+T = TypeVar("T")
+
+ATTEMPTS: Final = 4  # of `patiently`
 BACKOFF_START_S: Final = 0.5
 BACKOFF_LIMIT_S: Final = 60.0
 
@@ -119,6 +123,19 @@ def backoff_delays(rng: _Uniform) -> Iterator[float]:
     while True:
         yield float(rng.uniform(0.0, limit_s))
         limit_s = min(2 * limit_s, BACKOFF_LIMIT_S)
+
+
+def patiently(look: Callable[[], T]) -> T:
+    """Call `look` and return its result; try up to `ATTEMPTS` times while the remote is unavailable."""
+    delays = backoff_delays(random)
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return look()
+        except Exception as error:
+            if classify_and_report(error) != "unavailable":
+                raise
+        metering.wait(next(delays))
+    return look()
 
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?#]*)(.*)", re.DOTALL)

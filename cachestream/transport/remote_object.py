@@ -15,28 +15,25 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering, object_limit
-from cachestream.transport.backends import Span, Version, WrongAnswerError, backend_of
-from cachestream.transport.download import PART_BYTES, RESUMES, Download
-from cachestream.transport.driver import PIECE_S, result_of, run_blocking
+from cachestream.transport.backends import PART_BYTES, Span, Version, WrongAnswerError
+from cachestream.transport.download import RESUMES, Download
+from cachestream.transport.driver import PIECE_S
 from cachestream.transport.local_files import LocalFile, LocalStream, fetch_local
 from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import (
     backoff_delays,
     classify,
-    classify_and_report,
     map_errors,
     redact,
 )
 from cachestream.transport.stream import Stream
-
-T = TypeVar("T")
 
 STREAM_BYTES: Final = 32 << 20  # a whole object is one stream up to here; the rest comes in parts
 PARALLEL: Final = 4
@@ -44,7 +41,6 @@ GAP_BYTES: Final = 64 << 10  # about as many as arrive in the time that one more
 ENOUGH_S: Final = 0.1  # an incomplete piece is handed over after this time
 # The size of the first request beyond `likely_stop`; each next one asks for as much as came beyond it before.
 BEYOND_BYTES: Final = 32 << 10
-ATTEMPTS: Final = 4  # of `patiently`
 
 
 class RemoteObject:
@@ -81,7 +77,7 @@ class RemoteObject:
 
     def look_again(self) -> None:
         """Raise ChangedError if the file was replaced, unless every answer tells the version."""
-        if not backend_of(self.remote).tells_version:
+        if not self.remote.driver().streams:
             self.check(self._stat())
 
     def _stat(self) -> Version:
@@ -93,12 +89,12 @@ class RemoteObject:
         return self._stat_once()
 
     def _stat_once(self) -> Version:
-        backend = backend_of(self.remote)
+        backend = self.remote.driver()
         metering.asking(1)
         try:
-            found: Version = result_of(backend.driver.submit(backend.stat, self.path), backend.deadline_s(1))
+            asked = backend.submit(backend.stat, self.path)
+            found = self.remote.answer_of(backend, asked, backend.deadline_s(1))
         except Exception as error:
-            self.remote.note_failure(backend.driver, error)
             if classify(error) != "range":
                 raise
             return Version(0)
@@ -117,9 +113,9 @@ class RemoteObject:
 
     def _read_slice(self, start: int, stop: int | None) -> memoryview:
         """Return the bytes that exist from `start` (negative: from the end) to `stop` (None: the end)."""
-        if self._local is None and backend_of(self.remote).tells_version:
+        if self._local is None and self.remote.driver().streams:
             memory = _Memory(self.remote.most_bytes, stop)
-            run_blocking(self._fill_memory(memory, start, stop))
+            self._fill_memory(memory, start, stop)
             return memory.all()[min(start, 0) :]  # where no size is told, a suffix comes with all before it
         first, last, _ = slice(start, stop).indices(self.look().size_bytes)
         return self.read(first, last)
@@ -127,37 +123,32 @@ class RemoteObject:
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
 
-        Reads that are gathered on one event loop send all their requests first; each then blocks the loop
-        until its own bytes have come. Not for local files.
+        Reads that are gathered on one event loop send all their requests first. Each then holds up the loop, which
+        serves nothing else, until its own bytes have come: to wait on it takes a quarter more of a processor.
+        Not for local files.
         """
         memory = _Memory(self.remote.most_bytes, stop)
-        await self._fill_memory(memory, start, stop, on_loop=True)
-        if (start, stop) == (0, None):
-            self.remote.saw_object(memory.num_bytes)
-        return memory.all()[min(start, 0) :]
-
-    async def _fill_memory(
-        self, memory: _Memory, start: int, stop: int | None, *, on_loop: bool = False
-    ) -> bool:
-        """Read from `start` to `stop`; true if the file ends there. Waits for an event loop only
-        `on_loop`.
-        """
         with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
             while not download.is_done:
-                if on_loop:  # after others had the chance to send their requests
-                    download.ask()
-                    await asyncio.sleep(0)
-                if not (piece := download.take()):
+                download.ask()
+                await asyncio.sleep(0)
+                if not memory.added(download.take()):
                     break
-                memory.added(len(piece))
+        return memory.all()[min(start, 0) :]
+
+    def _fill_memory(self, memory: _Memory, start: int, stop: int | None) -> bool:
+        """Read from `start` to `stop`; return whether the file ends there."""
+        with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:
+            while not download.is_done and memory.added(download.take()):
+                pass
             return download.is_at_end
 
     def read_all(self) -> memoryview:
         """Return all bytes, writable. Not for local files."""
-        backend = backend_of(self.remote)
+        backend = self.remote.driver()
         stop = min(STREAM_BYTES, backend.request_bytes) if backend.takes_parts else None
         memory = _Memory(self.remote.most_bytes, None)
-        is_at_end = run_blocking(self._fill_memory(memory, 0, stop))
+        is_at_end = self._fill_memory(memory, 0, stop)
         have = memory.num_bytes
         if have == stop and not is_at_end:
             size_bytes = self.look().size_bytes
@@ -165,7 +156,6 @@ class RemoteObject:
             self._read_parts([(have, size_bytes)], [rest], have)
             memory.num_bytes = size_bytes
             self.look_again()
-        self.remote.saw_object(memory.num_bytes)
         return memory.all()
 
     # --- parts
@@ -204,9 +194,9 @@ class RemoteObject:
 
         A part that fails after another one came, or after `num_bytes` came before, is resumed by itself.
         """
-        backend = backend_of(self.remote)
+        backend = self.remote.driver()
         parts = deque(_split(spans, outs, min(PART_BYTES, backend.request_bytes)))
-        if parts and not backend.driver.is_async:
+        if parts and not backend.is_async:
             with closing(Download(self, 0, _room_of(*parts[0]), spans[-1][1])) as download:
                 for part in parts:
                     download.seek(part[0])
@@ -268,10 +258,14 @@ class _Memory:
             self._buffer = buffer
         return self._buffer[offset - self._first :]
 
-    def added(self, nbytes: int) -> None:
-        """Count `nbytes`, which came into the last room. Raises TooLargeError above the limit."""
-        self.num_bytes += nbytes
+    def added(self, piece: memoryview) -> bool:
+        """Count a piece, which came into the last room; return whether it has any bytes.
+
+        Raises TooLargeError above the limit.
+        """
+        self.num_bytes += len(piece)
         object_limit.check(self.num_bytes, self._most_bytes)
+        return len(piece) > 0
 
     def all(self) -> memoryview:
         """Return the bytes that came, writable."""
@@ -283,10 +277,10 @@ class _RemoteStream(Stream):
 
     def __init__(self, file: RemoteObject, start: int, likely_stop: int | None) -> None:
         super().__init__(file.shown, file.remote.secrets, start)
-        backend = backend_of(file.remote)
+        backend = file.remote.driver()
         self._file = file
-        self._tells_version = backend.tells_version
-        self._likely_stop = likely_stop if backend.driver.is_async else None
+        self._streams = backend.streams
+        self._likely_stop = likely_stop if backend.is_async else None
         # A driver without streams makes a call for each piece.
         most = PIECE_BYTES if backend.streams else PART_BYTES
 
@@ -301,7 +295,7 @@ class _RemoteStream(Stream):
         had_ended = download.is_at_end
         if had_ended:
             return memoryview(b"")
-        if not self._tells_version and file.version == Version():
+        if not self._streams and file.version == Version():
             file.check(file._stat())
         if self._likely_stop is not None:
             beyond = download.offset - self._likely_stop
@@ -311,7 +305,6 @@ class _RemoteStream(Stream):
             self.size_bytes = file.version.size_bytes
         if download.is_at_end:
             file.look_again()
-            file.remote.saw_object(download.offset)
         elif self._likely_stop is None or download.offset < self._likely_stop:
             download.ask()
         return piece
@@ -355,19 +348,6 @@ def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple
         else:
             merged.append(((start, stop), [position]))
     return merged
-
-
-def patiently(look: Callable[[], T]) -> T:
-    """Call `look` and return its result; try up to `ATTEMPTS` times while the remote is unavailable."""
-    delays = backoff_delays(random)
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return look()
-        except Exception as error:
-            if classify_and_report(error) != "unavailable":
-                raise
-        metering.wait(next(delays))
-    return look()
 
 
 def fetch(remote: Remote, path: str) -> memoryview:

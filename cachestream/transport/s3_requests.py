@@ -75,8 +75,7 @@ def target_of(filesystem: Any, path: str) -> dict[str, str]:
 
 
 async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> dict[str, Any]:
-    """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag"
-    and so on.
+    """Return the answer of GetObject: "Body", to be read and closed, and "ResponseMetadata".
 
     `target` comes from `target_of`; `wanted` may hold Range. Awaited on the loop of `filesystem`.
     Raises the errors of s3fs.
@@ -182,14 +181,11 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
         headers.update(_signature(signer, pattern, urlsplit(before).path, wanted, datetime.now(timezone.utc)))
     request = AWSPreparedRequest("GET", before + pattern.after, headers, None, True)
     answer = await client._endpoint.http_session.send(request)
-    status, received = answer.status_code, answer.headers
+    status = answer.status_code
     if status in (200, 206):
         return {
             "Body": SimpleNamespace(read=answer.raw.content.read, close=answer.raw.close),
-            "ContentLength": int(received["content-length"]),
-            "ContentRange": received.get("content-range"),
-            "ETag": received.get("etag"),
-            "ResponseMetadata": {"HTTPStatusCode": status},
+            "ResponseMetadata": {"HTTPStatusCode": answer.status_code, "HTTPHeaders": answer.headers},
         }
     try:
         text = (await answer.raw.read()).decode("utf-8", "replace")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -132,19 +133,20 @@ def join(parts: list[memoryview], nbytes: int) -> memoryview:
     return whole
 
 
-class StreamFile:
+class StreamFile(io.RawIOBase):
     """A stream with the methods of a file that cannot seek. Closing it leaves the stream open."""
-
-    closed = False
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
-    def read(self, nbytes: int) -> bytes:
-        return bytes(self._stream.read(nbytes))
+    def read(self, nbytes: int = -1) -> bytes:
+        return bytes(self._stream.read(nbytes) if nbytes >= 0 else self._stream.read_whole())
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        data = self._stream.read(len(out))
+        out[: len(data)] = data
+        return len(data)
 
     def readable(self) -> bool:
         return True
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened the stream closes it."""

@@ -232,7 +232,7 @@ FAULTS: Final = (
           "test_on_change.py::test_a_lost_catalogue_brings_no_outdated_sample_back"),
     # --- the way to the remote
     Fault("a part that was not asked for is refused",
-          condition("_place_of", "fits"), becomes("False"),
+          condition("_told", "fits"), becomes("False"),
           "test_answers_of_servers.py::test_a_part_that_is_not_the_one_asked_for_is_an_error_and_no_sample"),
     Fault("parts of two versions are not mixed",
           condition("Version.merged", "resized"), becomes("False"),
@@ -260,10 +260,10 @@ FAULTS: Final = (
           call("_alternatives", "range"), argument(1, "int(last)"),
           "test_names_of_files.py::test_a_range_has_both_of_its_ends"),
     Fault("hidden files are left out",
-          call("visible", "startswith"), becomes("False"),
+          expression("_level", "_SHOWN"), becomes("''"),
           "test_names_of_files.py::test_a_folder_has_what_is_below_it_and_nothing_hidden"),
     Fault("recursive=False keeps the files of the folder itself",
-          condition("open_pages", "recursive", "isdir"), becomes("os.path.isdir(path)"),
+          condition("_find_local", "recursive"), becomes("True"),
           "test_names_of_files.py::test_a_folder_has_what_is_below_it_and_nothing_hidden"),
     # --- sources
     Fault("a label is the rank of its folder among the sorted names",

@@ -24,31 +24,12 @@ from cachestream.listing.patterns import expand_braces, local_path
 from cachestream.transport.remote import Remote
 from tests.sources.reading import keys
 from tests.support.caches import add_shard, numbered
-from tests.support.s3 import S3Server
 
 
 def make(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(name.encode())
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("a{0..2}", ["a0", "a1", "a2"]),
-        ("a{08..11}.tar", ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]),
-        ("{3..1}", ["3", "2", "1"]),
-        ("{0..6..3}", ["0", "3", "6"]),
-        ("{train,val}/{0..1}", ["train/0", "train/1", "val/0", "val/1"]),
-        ("a{b}c", ["a{b}c"]),
-        ("a{}c", ["a{}c"]),
-        ("a{b..c}d{1,2}", ["a{b..c}d1", "a{b..c}d2"]),
-        ("plain", ["plain"]),
-    ],
-)
-def test_braces_expand_as_in_a_shell(pattern: str, expected: Any) -> None:
-    assert expand_braces(pattern) == expected
 
 
 def test_files_that_are_named_are_kept_whatever_their_ending(tmp_path: Path) -> None:
@@ -87,23 +68,6 @@ def test_names_are_kept_exactly_also_over_pickle(texts: list[str]) -> None:
 def test_two_lists_with_the_same_letters_have_different_digests() -> None:
     assert Names(["ab", "c"]).digest != Names(["a", "bc"]).digest
     assert Names([]).digest != Names([""]).digest
-
-
-@pytest.mark.e2e
-def test_200_000_names_take_little_more_than_their_letters(s3_server: S3Server, s3_bucket: Path) -> None:
-    make(s3_bucket, "train/sample-000000.npy")
-    url = f"s3://{s3_bucket.name}/train/sample-{{000000..199999}}.npy"
-    source = FileSource(url, storage_options=s3_server.storage_options)
-    assert source.num_units == 200_000
-    assert source.key(123_456) == "sample-123456.npy"
-    assert len(pickle.dumps(source)) < 200_000 * (len("sample-000000.npy") + 8) + 10_000
-    assert not source.label_names
-
-
-def test_a_folder_is_listed_below_it_in_order_without_hidden_files(tmp_path: Path) -> None:
-    make(tmp_path, "b/2.bin", "b/1.bin", "a.bin", "c/d/e.bin", ".hidden.bin", ".git/x.bin", "b/.cache/y.bin")
-    assert keys(FileSource(tmp_path)) == ["a.bin", "b/1.bin", "b/2.bin", "c/d/e.bin"]
-    assert keys(FileSource(tmp_path, recursive=False)) == ["a.bin"]
 
 
 def test_a_cache_among_the_files_is_none_of_them(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.formats.files import FileSource
-from cachestream.listing.pages import MOST_FOLLOWING, Folder, LocalFolders, in_order
+from cachestream.listing.pages import MOST_FOLLOWING, Folder, LocalFolders, Walk, in_order
+from cachestream.transport.remote import Remote
 from tests.sources.reading import keys
 
 NAME = st.text(st.sampled_from("a-./0é\udcff\U0001f600".replace("/", "")), min_size=1, max_size=3)
@@ -118,9 +119,16 @@ def test_links_lead_to_each_folder_by_one_path_whatever_they_lead_to(tmp_path: P
     ]
     assert keys(FileSource(root, first_names=None)) == found
     for last in ["", *found]:
-        assert [path for run, _ in in_order(LocalFolders(f"{root}/"), last) for path in run] == [
-            path for path in found if path > last
-        ]
+        pages = Walk(Remote(str(root)), f"{root}/").after(last)
+        assert [name for page in pages for name in page.names] == [path for path in found if path > last]
+
+
+def test_a_wildcard_follows_links_that_stay_in_the_tree_but_in_no_circle(tmp_path: Path) -> None:
+    make(tmp_path, "set/v2/1.bin")
+    (tmp_path / "set/latest").symlink_to(tmp_path / "set/v2")
+    (tmp_path / "set/up").symlink_to(tmp_path)
+    assert keys(FileSource(f"{tmp_path}/*/latest/*.bin")) == ["set/latest/1.bin"]
+    assert keys(FileSource(f"{tmp_path}/**/*.bin")) == ["set/latest/1.bin", "set/v2/1.bin"]
 
 
 def test_two_links_that_lead_to_each_other_are_no_circle_without_end(tmp_path: Path) -> None:
@@ -142,7 +150,7 @@ def test_a_link_that_leads_nowhere_is_left_out_and_nothing_else_is(tmp_path: Pat
 
 
 def test_a_folder_tells_what_it_holds_or_that_it_is_gone(tmp_path: Path) -> None:
-    make(tmp_path, "f/.hidden", "f/1.bin", "f/inner/2.bin")
+    make(tmp_path, "f/1.bin", "f/inner/2.bin")
     folders = LocalFolders(f"{tmp_path}/")
     assert folders("f/") == Folder(["1.bin"], ["inner"])
     assert not folders("gone/").is_there

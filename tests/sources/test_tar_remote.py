@@ -6,6 +6,7 @@ import functools
 import gzip
 import http.server
 import os
+import pickle
 import re
 import signal
 import threading
@@ -83,7 +84,7 @@ def test_small_tars_cost_one_request_each_on_a_connection_that_is_used_again(
     for _ in range(5):
         assert len(read_all(source)) == 10
     assert s3_proxy.requests == 5
-    assert s3_proxy.connections == 1
+    assert s3_proxy.connections == 0, "that of the listing"
 
 
 @pytest.mark.e2e
@@ -186,6 +187,7 @@ def test_wrong_credentials_fail_the_source_without_a_storm(
 ) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     source._files.remote._options["secret"] = "CANARYEXPIRED"
+    source = pickle.loads(pickle.dumps(source))  # its filesystem is not open yet
     with pytest.raises(SourceError, match="no valid credentials") as caught:
         read_all(source)
     assert type(caught.value) is SourceError

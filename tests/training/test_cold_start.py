@@ -177,7 +177,8 @@ def test_a_remote_that_is_silent_while_it_is_listed_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachestream.worker.worker._OPENING_S", 0.1)
-    monkeypatch.setattr("cachestream.listing.pages.PAGE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("cachestream.transport.remote.PAGE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("cachestream.transport.remote_errors.ATTEMPTS", 1)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache,

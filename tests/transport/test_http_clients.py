@@ -48,6 +48,7 @@ def answering(status: int | None) -> Iterator[dict[str, Any]]:
             thread.join()
 
 
+@pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("status", [None, 429, 500, 503])
 def test_a_hub_that_does_not_serve_at_present_is_unavailable_and_asks_for_less_where_it_throttles(
     status: int | None,
@@ -62,6 +63,7 @@ def test_a_hub_that_does_not_serve_at_present_is_unavailable_and_asks_for_less_w
     assert bool(slowed) == (status in (429, 503))
 
 
+@pytest.mark.usefixtures("short_waits")
 def test_a_hub_that_cannot_be_reached_is_unavailable() -> None:
     with answering(503) as options:
         pass

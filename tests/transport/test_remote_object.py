@@ -25,7 +25,7 @@ from tests.support.s3 import S3Server
 from tests.support.unruly import UnrulyServer
 
 TIMEOUT_S: Final = 60.0
-DATA: Final = np.random.default_rng(0).bytes(3 << 20)
+DATA: Final = np.random.default_rng(0).bytes(9 << 20)
 
 
 class Files(fsspec.AbstractFileSystem):  # type: ignore[misc]
@@ -79,9 +79,7 @@ def files(monkeypatch: pytest.MonkeyPatch, short_waits: None) -> Callable[[], Re
 
 
 def open_files() -> Remote:
-    remote = Remote("files://a.bin")
-    remote.call_size.nbytes = 1 << 20
-    return remote
+    return Remote("files://a.bin")
 
 
 # --- a driver that blocks
@@ -112,7 +110,7 @@ def test_a_file_that_was_replaced_before_it_is_resumed_is_read_anew(files: Calla
     metering.install(replace)
     try:
         assert fetch(remote, "a.bin") == other
-        Files.data, remote.call_size.nbytes = DATA, 1 << 20
+        Files.data = DATA
         file = RemoteObject(remote, "a.bin", "there")
         with pytest.raises(ChangedError):
             file.read(0, len(DATA))
@@ -199,22 +197,6 @@ def test_every_request_for_a_part_is_announced_before_it_is_made(unruly_server: 
             assert ("came", 5) in events
     finally:
         metering.install(None)
-
-
-@pytest.mark.e2e
-def test_a_small_object_is_charged_with_what_objects_before_it_had(
-    s3_server: S3Server, s3_bucket: Any
-) -> None:
-    """Under a bandwidth limit, a reader waits for what it asks for."""
-    (s3_bucket / "a.bin").write_bytes(DATA[:3000])
-    remote, asked = Remote(f"s3://{s3_bucket.name}", s3_server.storage_options), list[int]()
-    fetch(remote, f"{s3_bucket.name}/a.bin")
-    metering.install(None, asked.append)
-    try:
-        fetch(remote, f"{s3_bucket.name}/a.bin")
-    finally:
-        metering.install(None)
-    assert asked == [3000]
 
 
 @pytest.mark.e2e
