@@ -74,7 +74,7 @@ def moved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     is_moved: bool = request.param == "moved"
     if is_moved:
         monkeypatch.setattr(Elsewhere, "sent", 0)
-        monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
+        monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep, __: Elsewhere(keep))
     return is_moved
 
 
@@ -151,7 +151,7 @@ def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
     cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Elsewhere, "sent", 0)
-    monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
+    monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep, __: Elsewhere(keep))
     cache = cache_of([SAMPLES["a large one"](i % 61) for i in range(600)], [600])
     with EpochLoader(cache, 32, prefetch=4) as loader:
         gathering, ahead = loader._background.gathering, []
