@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import CorruptShardError
+from cachestream.errors import CacheError, CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot
 from cachestream.shard_format import KEYS
 from cachestream.storage.shard import MappedShard, ShardColumns, ShardValues, columns_of, shard_path
@@ -174,11 +174,9 @@ class FieldAddresses:
 class EpochMaps:
     """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
 
-    `verified` has the ids of the shards that this process has verified, `picked` the rows of the snapshot's
-    split in shards with samples of both splits, and `lengths` the lengths of fields, and numbers that stand
-    for their shapes: all three are shared with later epochs. At most `max_open` shards are mapped at a time (the kernel limits the maps of a
-    process). `keepers` has a reference to each map: who holds this array may use the addresses, also after
-    all maps were dropped.
+    `verified` has the ids of the shards that this process has verified, and is shared with later epochs. At
+    most `max_open` shards are mapped at a time (the kernel limits the maps of a process). `keepers` has a
+    reference to each map: who holds this array may use the addresses, also after all maps were dropped.
     """
 
     def __init__(self, snapshot: Snapshot, previous: EpochMaps | None = None) -> None:
@@ -196,8 +194,7 @@ class EpochMaps:
             self._buckets = np.searchsorted(self.starts, firsts, side="right") - 1
         else:
             self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
-        self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
-        self.lengths: dict[str, ShardValues] = {} if previous is None else previous.lengths
+        self._values: dict[str, ShardValues] = {} if previous is None else previous._values
         # Of all epochs: a trainer may ask while the next epoch is prepared.
         self._measuring: threading.Lock = threading.Lock() if previous is None else previous._measuring
         self._rows = self._rows_of_split()
@@ -245,26 +242,26 @@ class EpochMaps:
         """The length of `name` in each sample of the snapshot, int64 `[num_samples]`, and the damaged shards
         (position, error), whose samples have 0.
         """
-        with self._measuring:
-            if name not in self.lengths:
-                self.lengths[name] = ShardValues(
-                    lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
-                )
-            values = self.lengths[name]
-            return values.of(self.snapshot).astype(np.int64), values.damaged
+        return self._read(name, lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0))
 
     def shape_groups(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
         """A number for each sample of the snapshot, int64 `[num_samples]`, equal where the shapes of `name`
         are; and the damaged shards (position, error), whose samples have 0.
         """
+        return self._read(
+            f"{name}#shapes", lambda shard: _numbers_of(ShardColumns(shard).shapes(name)), np.int64(0)
+        )
+
+    def _read(
+        self, what: str, read: Callable[[MappedShard], npt.NDArray[Any]], absent: np.generic
+    ) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
+        """The value `what` of each sample of the snapshot, which `read` gives for a shard, and the damaged shards.
+
+        Those of shards that later epochs have too are kept for them.
+        """
         with self._measuring:
-            key = f"{name}#shapes"
-            if key not in self.lengths:
-                self.lengths[key] = ShardValues(
-                    lambda shard: _numbers_of(ShardColumns(shard).shapes(name)), np.int64(0)
-                )
-            values = self.lengths[key]
-            return values.of(self.snapshot), values.damaged
+            values = self._values.setdefault(what, ShardValues(read, absent))
+            return values.of(self.snapshot).astype(np.int64), values.damaged
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
@@ -273,17 +270,14 @@ class EpochMaps:
             return snapshot.rows
         if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
             return None
-        rows: list[IntArray] = []
-        columns = (snapshot.shard_ids, snapshot.counts, snapshot.sizes)
-        for shard_id, count, size in zip(*(column.tolist() for column in columns), strict=True):
-            picked = np.arange(count, dtype=np.int64)
-            if count < size:
-                if shard_id not in self.picked:
-                    self.picked[shard_id] = _pick(snapshot, shard_id)
-                if len(self.picked[shard_id]) == count:  # otherwise `open` reports it as damaged
-                    picked = self.picked[shard_id]
-            rows.append(picked)
-        return np.concatenate(rows)
+        # A damaged shard has only its first row here; `open` reports it.
+        rows, _ = self._read("#rows", lambda shard: np.arange(shard.num_samples, dtype=np.int32), np.int32(0))
+        if len(rows) != snapshot.num_samples:
+            raise CacheError(
+                f"{snapshot.root}: its shards hold {len(rows)} samples of the split '{snapshot.split.name}', and the "
+                f"catalogue has {snapshot.num_samples}; run 'cachestream verify CACHE --repair'"
+            )
+        return rows
 
     def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
         """Map and verify `shards` (positions) that are not mapped; return the damaged (position, error).
@@ -322,17 +316,11 @@ class EpochMaps:
 
     def _insert(self, position: int, shard: MappedShard) -> None:
         snapshot = self.snapshot
-        count = int(snapshot.counts[position])
-        expected = count if snapshot.sizes is None else int(snapshot.sizes[position])
+        expected = int((snapshot.counts if snapshot.sizes is None else snapshot.sizes)[position])
         if shard.num_samples != expected or not self._fits(shard.schema):
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
                 f"{expected} of {snapshot.schema}; run 'cachestream verify CACHE --repair'"
-            )
-        picked = self.picked.get(int(snapshot.shard_ids[position]))
-        if self._rows is not None and picked is not None and len(picked) != count:
-            raise CorruptShardError(
-                f"{shard.path}: {len(picked)} of its samples are of the split, and not {count}"
             )
         with self._lock:
             if self.mapped[position]:
@@ -374,15 +362,6 @@ class EpochMaps:
 
     def __repr__(self) -> str:
         return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
-
-
-def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
-    """Return the rows of the snapshot's split in a shard; none if it is damaged."""
-    assert snapshot.split is not None
-    try:
-        return snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
-    except CorruptShardError:
-        return np.empty(0, np.int64)
 
 
 def _item_bytes(field: Field) -> int:
