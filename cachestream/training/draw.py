@@ -7,7 +7,7 @@ trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -187,30 +187,17 @@ class SamplerDraw(Draw):
         return _listed(record, chosen.indices, chosen.bounds)
 
 
-class TokenDraw(Draw):
-    """Batches of samples of like length, within a budget of tokens."""
+class FormedDraw(Draw):
+    """Batches that `form` makes of the samples: of one shape, or of like length within a budget of tokens."""
 
-    def __init__(self, max_tokens: Mapping[str, int]) -> None:
-        self._field, self._budget = next(iter(max_tokens.items()))
-
-    def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
-        ranks = len(context.ranks.sharers)
-        chosen = token_batches(
-            dataset, self._field, self._budget, context.options, record.drawn, context.key, ranks
-        )
-        return _listed(record, chosen.indices, chosen.bounds)
-
-
-class ShapeDraw(Draw):
-    """Batches of samples in which a field has one shape."""
-
-    def __init__(self, field: str) -> None:
-        self._field = field
+    def __init__(
+        self, form: Callable[[EpochDataset, LoaderOptions, int, int, int], tuple[IntArray, IntArray]]
+    ) -> None:
+        self._form = form
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
         ranks = len(context.ranks.sharers)
-        chosen = shape_batches(dataset, self._field, context.options, record.drawn, context.key, ranks)
-        return _listed(record, chosen.indices, chosen.bounds)
+        return _listed(record, *self._form(dataset, context.options, record.drawn, context.key, ranks))
 
 
 def make_draw(options: LoaderOptions) -> Draw:
@@ -222,5 +209,5 @@ def make_draw(options: LoaderOptions) -> Draw:
     if options.sampler is not None:
         return SamplerDraw(options.sampler)
     if options.group_by is not None:
-        return ShapeDraw(options.group_by)
-    return Draw() if options.max_tokens is None else TokenDraw(options.max_tokens)
+        return FormedDraw(shape_batches)
+    return Draw() if options.max_tokens is None else FormedDraw(token_batches)
