@@ -128,7 +128,7 @@ class EpochSnapshots:
                 shared = ranks.share(name, None)
                 taken = EpochSnapshot.join(shared, self._options.split, self._options.view, self.maps)
                 undo.callback(taken.lease.release)
-                for _, error in _open(taken.maps, opened_enough, cancelled):
+                for _, error in open_shards(taken.maps, opened_enough, cancelled):
                     raise error
             undo.pop_all()
         self._warn_of_floats(taken.snapshot.schema)
@@ -165,7 +165,7 @@ class EpochSnapshots:
             with ExitStack() as undo:
                 taken = self._take_once(position, epoch_size, ranks)
                 undo.callback(taken.lease.release)
-                damaged = _open(taken.maps, opened_enough, cancelled)
+                damaged = open_shards(taken.maps, opened_enough, cancelled)
                 if taken.record is None:
                     for field in self._options.max_tokens or ():  # else drawing fails, in each epoch anew
                         damaged += taken.maps.lengths_of(field)[1]
@@ -200,8 +200,7 @@ class EpochSnapshots:
         least = len(ranks.sharers) * (options.batch_size if options.drop_last else 1)
         snapshot, lease = self._reusable.take(size, options.turnover, least)
         maps = self.maps
-        # The maps of a snapshot that is used again are complete, so that none is ever opened or dropped.
-        if maps is None or maps.snapshot is not snapshot or not maps.all_mapped:
+        if maps is None or maps.snapshot is not snapshot:
             maps = EpochMaps(snapshot, maps)
         return EpochSnapshot(snapshot, lease, maps)
 
@@ -235,16 +234,16 @@ class EpochSnapshots:
         return EpochSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), record.cut(0, new)), new
 
 
-def _open(
+def open_shards(
     maps: EpochMaps, opened_enough: Callable[[], bool], cancelled: Flag
 ) -> list[tuple[int, CorruptShardError]]:
     """Map and verify shards until `opened_enough()`; return the damaged ones. Raises Cancelled."""
     damaged: list[tuple[int, CorruptShardError]] = []
-    missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
+    missing = np.flatnonzero(~maps.mapped)
     for start in range(0, len(missing), _SLICE):
         if cancelled.is_set:
             raise Cancelled
-        damaged += maps.open(missing[start : start + _SLICE], ahead=True)
+        damaged += maps.open(missing[start : start + _SLICE])
         if opened_enough():
             break
     return damaged

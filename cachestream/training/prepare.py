@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import xxhash
 
 from cachestream import tracing
@@ -34,7 +33,7 @@ from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_s
 from cachestream.storage.view import row_hashes
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.draw import DrawContext, make_draw
-from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
+from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots, open_shards
 from cachestream.training.plan import OrderRecord, Plan, count_batches, rebuild, translate
 from cachestream.training.position import Position, Segment
 from cachestream.training.ranks import Deadlines, find_ranks
@@ -56,7 +55,6 @@ _POLL_S: Final = 0.25  # between two looks at other ranks' requests and the trai
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 _URGENT_OPEN_S: Final = 0.1  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
-_OPEN_AT_ONCE: Final = 16
 _PACE_STEPS: Final = 8
 
 # At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a
@@ -166,11 +164,8 @@ class Preparer:
         reader = self._window.unopened()
         if reader is None:
             return False
-        maps = reader.segment.maps
-        room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
-        missing = np.flatnonzero(~maps.mapped)[:room]
         # Damaged shards are handled when the window reaches them.
-        return bool(len(missing)) and not maps.open(missing, ahead=True)
+        return not open_shards(reader.segment.maps, lambda: True, self._closed)
 
     # --- the ranks
 

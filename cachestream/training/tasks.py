@@ -11,11 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -216,7 +215,6 @@ class SegmentReader:
         self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._ahead = ReadAhead(segment)
         self._damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
-        self._opening = threading.Lock()
         self._coming: SampleLocations | None = self._find(0)
         self._block, self._bounds = self._coming, [0]
 
@@ -306,9 +304,7 @@ class SegmentReader:
         """Gather, send and transform the batches of `part`, without the samples of damaged shards, and append
         them to `batches`, up to the first that fails.
         """
-        # Opening drops maps where there are more shards than a process may map.
-        alone = nullcontext() if self._maps.all_mapped else self._opening
-        with tracing.span("gather", batches=len(part)), alone:
+        with tracing.span("gather", batches=len(part)):
             columns, sizes, skipped = self._read(part)
         segment, send = self.segment, self._gathering.transfer.send
         number = segment.position.done + part.first

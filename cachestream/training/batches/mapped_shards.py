@@ -8,11 +8,9 @@ as long as a reference to its map exists.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from cachestream.training.plan import Plan, SampleOrder
 
 Floats = npt.NDArray[np.float64]
-_MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
 
 
@@ -172,17 +169,15 @@ class FieldAddresses:
 
 
 class EpochMaps:
-    """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
+    """The mapped shards of one snapshot. Thread-safe.
 
-    `verified` has the ids of the shards that this process has verified, and is shared with later epochs. At
-    most `max_open` shards are mapped at a time (the kernel limits the maps of a process). `keepers` has a
-    reference to each map: who holds this array may use the addresses, also after all maps were dropped.
+    `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
+    `keepers` has a reference to each map: who holds it, or these maps, may use the addresses.
     """
 
     def __init__(self, snapshot: Snapshot, previous: EpochMaps | None = None) -> None:
         num_samples, num_shards = snapshot.num_samples, snapshot.num_shards
         self.snapshot = snapshot
-        self.max_open = _default_max_open()
         self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
         # The first shard of each run of 2**bits samples: a look-up and a step or two. A binary search among
         # thousands of shards costs ten times that in cache misses. With few samples, each one has an entry.
@@ -203,7 +198,6 @@ class EpochMaps:
         self.mapped = np.zeros(num_shards, np.bool_)
         self.verified: set[int] = set() if previous is None else previous.verified
         self.keepers: npt.NDArray[Any] = np.full(num_shards, None, object)
-        self._dropped = self.keepers
         self._lock = threading.Lock()
         if previous is not None:
             self._adopt(previous)
@@ -211,10 +205,6 @@ class EpochMaps:
     @property
     def all_mapped(self) -> bool:
         return bool(self.mapped.all())
-
-    @property
-    def num_mapped(self) -> int:
-        return int(np.count_nonzero(self.mapped))
 
     def varying_bytes(self) -> float:
         """Return the mean bytes of a sample's fields whose shape varies, over the mapped shards."""
@@ -279,21 +269,13 @@ class EpochMaps:
             )
         return rows
 
-    def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
+    def open(self, shards: IntArray) -> list[tuple[int, CorruptShardError]]:
         """Map and verify `shards` (positions) that are not mapped; return the damaged (position, error).
 
-        Above `max_open`, all maps are dropped first. All shards of a gather must be opened by one call. With
-        `ahead`, which another thread may use, no map is dropped.
+        Raises CacheError where the kernel grants the process no more maps.
         """
-        absent = _distinct(shards[~self.mapped[shards]])
-        if len(absent) and (room := self.max_open - self.num_mapped) < len(absent):
-            if ahead:
-                absent = absent[: max(0, room)]
-            else:
-                self._drop_all()
-                absent = _distinct(shards)
         damaged: list[tuple[int, CorruptShardError]] = []
-        for position in absent.tolist():
+        for position in _distinct(shards[~self.mapped[shards]]).tolist():
             try:
                 self._insert(position, self._map(int(self.snapshot.shard_ids[position])))
             except CorruptShardError as error:
@@ -336,13 +318,6 @@ class EpochMaps:
         wanted = self.snapshot.schema
         return wanted.merge(schema.only(wanted.names)) == wanted
 
-    def _drop_all(self) -> None:
-        with self._lock:
-            self.mapped[:] = False
-            # A copy that began before the last drop may read addresses of maps made after it, so these maps
-            # stay until the next drop. It has ended then: at most two batches are opened after its own.
-            self._dropped, self.keepers = self.keepers, np.full(len(self.mapped), None, object)
-
     def _adopt(self, previous: EpochMaps) -> None:
         """Take over the maps of the shards that `previous` has too, by a few array operations."""
         mine, theirs = self.snapshot, previous.snapshot
@@ -351,17 +326,15 @@ class EpochMaps:
         _, here, there = np.intersect1d(
             mine.shard_ids, theirs.shard_ids, assume_unique=True, return_indices=True
         )
-        # Under the lock: between an address and the map behind it, `previous` may drop the map.
-        with previous._lock:
-            open_there = previous.mapped[there]
-            here, there = here[open_there], there[open_there]
-            for name, field in self.fields.items():
-                field.table[:, here] = previous.fields[name].table[:, there]
-            self.keepers[here] = previous.keepers[there]
-            self.mapped[here] = True
+        open_there = previous.mapped[there]
+        here, there = here[open_there], there[open_there]
+        for name, field in self.fields.items():
+            field.table[:, here] = previous.fields[name].table[:, there]
+        self.keepers[here] = previous.keepers[there]
+        self.mapped[here] = True
 
     def __repr__(self) -> str:
-        return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
+        return f"<EpochMaps {np.count_nonzero(self.mapped)}/{self.snapshot.num_shards} shards mapped>"
 
 
 def _item_bytes(field: Field) -> int:
@@ -393,16 +366,6 @@ def _check_offsets(shard: MappedShard, names: Container[str]) -> None:
 def _distinct(shards: IntArray) -> IntArray:
     """The sorted distinct `shards`. np.unique would load numpy.ma, 8 ms before the first batch."""
     return np.array(sorted(set(shards.tolist())), np.int64)
-
-
-@functools.cache
-def _default_max_open() -> int:
-    """A quarter of the maps that the kernel grants a process, at most `_MAX_OPEN`."""
-    try:
-        granted = int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        return _MAX_OPEN
-    return min(_MAX_OPEN, max(64, granted // 4))
 
 
 def _numbers_of(shapes: IntArray) -> IntArray:

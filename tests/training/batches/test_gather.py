@@ -169,26 +169,6 @@ def test_numbers_are_read_from_addresses_that_are_multiples_of_nothing() -> None
 
 
 @pytest.mark.e2e
-def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cache: NewCache) -> None:
-    cache = new_cache()
-    for shard in range(12):
-        add_shard(cache, numbered(shard * 3, 3))
-    snapshot, lease = cache.take_snapshot()
-    maps = EpochMaps(snapshot)
-    maps.max_open = 4
-    gatherer = Gatherer(maps, BufferPool(2))
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        samples = rng.integers(0, 36, 3)
-        shards, rows = maps.locate(samples)
-        assert maps.open(shards) == []
-        assert maps.num_mapped <= 4
-        columns = gatherer.gather(shards, rows)
-        assert columns["number"].tolist() == samples.tolist()
-    lease.release()
-
-
-@pytest.mark.e2e
 @pytest.mark.parametrize("shape", [(3, 1181, 1181), (40_009,), (2, 3), (5,)])  # the second is a prime number
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
 @pytest.mark.parametrize("in_c", [True, False])
