@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cachestream.training.ranks import Ranks
     from cachestream.training.samplers import SamplerLike
     from cachestream.training.weights import KeyWeights
+    from cachestream.training.window import Wanted
 
 # Has the trainer's thread call a function, and returns its result.
 InTrainer: TypeAlias = "Callable[[Callable[[], Selection]], Selection]"
@@ -46,18 +47,31 @@ InTrainer: TypeAlias = "Callable[[Callable[[], Selection]], Selection]"
 
 @dataclass(frozen=True, slots=True)
 class DrawContext:
-    """The segment that is drawn for, at `position`, and the ranks that split its order.
+    """The segment that is drawn for, which is `wanted`, and the ranks that split its order.
 
-    `rounds`: the names of the rounds in which the ranks exchange lists, and the order. `in_trainer` calls
-    what may use the global generators.
+    `round`: the name of the round in which the ranks agree. `in_trainer` calls what may use the global generators.
     """
 
     cache: Cache
     options: LoaderOptions
     ranks: Ranks
-    position: Position
-    rounds: tuple[str, str]
+    wanted: Wanted
+    round: str
     in_trainer: InTrainer
+
+    @property
+    def position(self) -> Position:
+        return self.wanted.position
+
+    @property
+    def lists(self) -> str:
+        """The name of the round in which lists of samplers, or updates of weights, are exchanged."""
+        return f"{self.round}.lists"
+
+    @property
+    def order(self) -> str:
+        """The name of the round in which the order is exchanged."""
+        return f"{self.round}.order"
 
     @property
     def key(self) -> int:
@@ -115,7 +129,7 @@ class WeightedDraw(Draw):
         self._weights = weights
 
     def settle(self, context: DrawContext, size: int) -> None:
-        self._weights.exchange(context.ranks, context.rounds[0])
+        self._weights.exchange(context.ranks, context.lists)
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
         def drawn() -> IntArray:
@@ -141,7 +155,7 @@ class MixtureDraw(Draw):
         batches = count_batches(size, options.batch_size, len(context.ranks.sharers), options.drop_last)
         first = position.first_step + position.done
         steps = range(first, first + batches)
-        self._mixture.agree(context.cache, position.epoch, steps, context.ranks, context.rounds[0])
+        self._mixture.agree(context.cache, position.epoch, steps, context.ranks, context.lists)
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
         def drawn() -> IntArray:
@@ -158,7 +172,7 @@ class MixtureDraw(Draw):
 def _drawn_by_the_first(context: DrawContext, drawn: Callable[[], IntArray]) -> IntArray:
     ranks = context.ranks
     mine = {"drawn": pack_numbers(drawn())} if ranks.leads else None
-    found: IntArray = unpack_numbers(ranks.share(context.rounds[1], mine)["drawn"])
+    found: IntArray = unpack_numbers(ranks.share(context.order, mine)["drawn"])
     return found
 
 
@@ -183,7 +197,7 @@ class SamplerDraw(Draw):
 
         chosen = context.in_trainer(seeded) if may_draw_globally(self._sampler) else evaluated()
         if not chosen.shared and len(ranks.group) > 1:
-            chosen = join_selections(chosen, context.options.batch_size, ranks, context.rounds[0])
+            chosen = join_selections(chosen, context.options.batch_size, ranks, context.lists)
         return _listed(record, chosen.indices, chosen.bounds)
 
 

@@ -119,7 +119,11 @@ class Window:
         """The next batch of `epoch`, which stays in the window; None if there is none. Raises as `take`."""
         for place in range(2**31):
             with self._lock:
-                self._wait(lambda: len(self._tasks) > place or not self._has_more(epoch), epoch, timeout_s)  # noqa: B023
+                self._wait(
+                    lambda: len(self._tasks) > place or self.wanted.position.epoch > epoch,  # noqa: B023
+                    epoch,
+                    timeout_s,
+                )
                 if len(self._tasks) <= place or self._tasks[place].reader.epoch != epoch:
                     return None
                 task = self._tasks[place]
@@ -182,14 +186,6 @@ class Window:
             self._drop_tasks(lambda task: task.reader.epoch >= epoch)
             self._top_up()
 
-    def enter(self, segment: Segment) -> None:
-        """Move the trainer into `segment`; those before it are closed."""
-        with self._lock:
-            places = [place for place, reader in enumerate(self._readers) if reader.segment is segment]
-            before = self._readers[: places[0]] if places else []
-            self._drop(lambda reader: reader in before)
-        self._close_retired()
-
     def end(self, segment: Segment) -> None:
         """Close `segment`, whose batches the trainer has taken or left."""
         with self._lock:
@@ -241,9 +237,11 @@ class Window:
     def may_prepare_early(self) -> bool:
         """Return whether a segment may be prepared before it is due, because another rank asks for it."""
         with self._lock:
-            newest = self._newest_submitted()
-            ahead = self._readers[self._readers.index(newest) + 1 :] if newest in self._readers else []
-            return self._failure is None and len(ahead) < _MOST_AHEAD
+            last = self._tasks[-1] if self._tasks else self._hand
+            place = (
+                0 if last is None or last.reader not in self._readers else self._readers.index(last.reader)
+            )
+            return self._failure is None and len(self._readers) - place <= _MOST_AHEAD
 
     def is_urgent(self) -> bool:
         """Return whether the trainer has nothing to take."""
@@ -333,14 +331,6 @@ class Window:
 
     def _first(self, epoch: int) -> SegmentReader | None:
         return next((reader for reader in self._readers if reader.epoch == epoch), None)
-
-    def _has_more(self, epoch: int) -> bool:
-        """Return whether batches of `epoch` may still come into the window."""
-        return self.wanted.position.epoch <= epoch
-
-    def _newest_submitted(self) -> SegmentReader | None:
-        last = self._tasks[-1] if self._tasks else self._hand
-        return None if last is None else last.reader
 
     def _is_due(self, ahead_s: float = 0.0, step_s: float | None = None) -> bool:
         if self._failure is not None or self.wanted.position.epoch > self._epoch + 1:
