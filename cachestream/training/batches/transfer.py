@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from types import FunctionType, ModuleType
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 import torch
 from torch.nested import nested_tensor_from_jagged
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from cachestream import tracing
 from cachestream.errors import ConfigError
@@ -153,8 +153,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `value`: in mappings, sequences and sets, in the fields of dataclasses and other
-    objects, and in what is registered with torch's pytree.
+    """Yield all tensors that `value` refers to, whatever containers and objects they are in.
 
     Raises ConfigError for an iterator, which cannot be looked into: its tensors might be overwritten by the
     next copy while they are used.
@@ -167,31 +166,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 pending += [part.values(), part.offsets()]  # type: ignore[attr-defined]
             else:
                 yield part
+        elif isinstance(part, Iterator):
+            raise ConfigError(
+                f"batch_transform returned a {type(part).__qualname__}, whose tensors cannot be found: return tensors in a "
+                "dict, a list, a tuple or a dataclass"
+            )
         elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:
             seen.add(id(part))
-            pending += _parts_of(part)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, Sequence | AbstractSet | deque):
-        return value
-    if isinstance(value, Iterator):
-        raise ConfigError(
-            f"batch_transform returned a {type(value).__qualname__}, whose tensors cannot be found: return tensors in a dict, "
-            "a list, a tuple or a dataclass, or register the class with torch.utils._pytree"
-        )
-    leaves = tree_leaves(value)
-    if len(leaves) != 1 or leaves[0] is not value:
-        return leaves
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+            pending += gc.get_referents(part)
 
 
 def accelerator() -> str | None:
