@@ -8,27 +8,25 @@ the last batch of the previous epoch is consumed.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.position import Position
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.tasks import Batch, Gathering, SegmentReader, Task
-from cachestream.training.threads import Flag
+from cachestream.training.threads import WATCH_S, Flag, watched
 
 if TYPE_CHECKING:
     from cachestream.training.position import Segment
 
 Result = TypeVar("Result")
 CLOSED: Final = "this EpochLoader is closed; make a new one"
-_WATCH_S: Final = 0.5
 _PREPARE_AT: Final = (
     0.75  # share of the batches submitted at which the next segment is prepared at the latest
 )
@@ -90,7 +88,7 @@ class Window:
         with self._lock:
             hand = self._hand
             if hand is not None and hand.error is not None:
-                _raise(hand)
+                _raise(hand.error)
             if hand is not None and hand.stop == hand.reader.total and hand.reader.ends_epoch:
                 return None
             if self._errand is not None or not self._tasks or self._tasks[0].reader.epoch != epoch:
@@ -136,7 +134,7 @@ class Window:
                     return task.batches[0]
                 if task.error is not None:
                     self.rewind(epoch)  # the next call tries again
-                    _raise(task)
+                    _raise(task.error)
         return None
 
     def segment(self, epoch: int, timeout_s: float) -> Segment:
@@ -261,7 +259,7 @@ class Window:
             self._errand = work, done
             self._changed.notify_all()
             while not done.done() and not wanted.cancelled.is_set:
-                self._work.wait(_WATCH_S)
+                self._work.wait(WATCH_S)
             self._errand = None
         if not done.done():
             raise Cancelled
@@ -364,15 +362,12 @@ class Window:
                 return
             if self._failure is not None and self._failure[0].epoch <= epoch:
                 self.needs_jump = True
-                _raise_from(self._failure[1])
+                _raise(self._failure[1])
             if generation != self.wanted.generation or epoch < self._epoch:
                 raise EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
             if self.is_closed or left_s <= 0:
                 raise self._late_error(None, epoch, timeout_s)
-            began_s = time.monotonic()
-            self._changed.wait(min(left_s, _WATCH_S))
-            # Time in which the whole process was stopped (SIGSTOP) does not count.
-            left_s -= min(time.monotonic() - began_s, _WATCH_S)
+            left_s -= watched(self._changed.wait, left_s)
 
     def _late_error(self, task: Task | None, epoch: int, timeout_s: float) -> EpochError:
         """The error for a trainer that did not get `task`, or for None a segment, of `epoch`."""
@@ -397,18 +392,8 @@ class Window:
                 self._retired.remove(segment)
 
 
-def _raise(task: Task) -> None:
-    """Raise the error of `task`."""
-    error = task.error
-    del task
-    assert error is not None
-    try:
-        _raise_from(error)
-    finally:
-        del error
-
-
-def _raise_from(error: BaseException) -> None:
+def _raise(error: BaseException) -> NoReturn:
+    """Raise `error`, of the user's code or of ours."""
     try:
         if isinstance(error, StopIteration):  # as it is, it would end the epoch normally
             raise EpochError(
@@ -416,4 +401,4 @@ def _raise_from(error: BaseException) -> None:
             ) from error
         raise error
     finally:
-        del error
+        del error  # the traceback would keep it, and with it itself
