@@ -49,14 +49,13 @@ InTrainer: TypeAlias = "Callable[[Callable[[], Selection]], Selection]"
 class DrawContext:
     """The segment that is drawn for, which is `wanted`, and the ranks that split its order.
 
-    `round`: the name of the round in which the ranks agree. `in_trainer` calls what may use the global generators.
+    `in_trainer` calls what may use the global generators.
     """
 
     cache: Cache
     options: LoaderOptions
     ranks: Ranks
     wanted: Wanted
-    round: str
     in_trainer: InTrainer
 
     @property
@@ -66,12 +65,12 @@ class DrawContext:
     @property
     def lists(self) -> str:
         """The name of the round in which lists of samplers, or updates of weights, are exchanged."""
-        return f"{self.round}.lists"
+        return f"{self.wanted.round}.lists"
 
     @property
     def order(self) -> str:
         """The name of the round in which the order is exchanged."""
-        return f"{self.round}.order"
+        return f"{self.wanted.round}.order"
 
     @property
     def key(self) -> int:

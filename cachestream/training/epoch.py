@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Recorder
     from cachestream.training.position import Segment
+    from cachestream.training.rendezvous import ProcessGroup
     from cachestream.training.tasks import Task
 
 
@@ -260,7 +261,7 @@ class Epochs:
             check_process(self._pid)
         if (segment := iteration.segment) is None:
             self.join_job()
-        elif is_initialized() and self._background.job is None and iteration.batches < segment.total:
+        elif is_initialized() and self.window.wanted.job is None and iteration.batches < segment.total:
             job = find_job()
             if job is not None and job.size > 1:
                 raise EpochError(
@@ -295,12 +296,12 @@ class Epochs:
         """Make `epoch` the next one."""
         self._wanted_epoch = epoch
 
-    def jump(self, position: Position) -> None:
-        """Make `position` the next one, and have it prepared."""
+    def jump(self, position: Position, job: ProcessGroup | None = None) -> None:
+        """Make `position` the next one, and have it prepared, with the ranks of a new `job` if there is one."""
         if self._iteration is not None and self._iteration.failed_early:
             self._iteration = None
         self._planned = position
-        self.window.jump(position)
+        self.window.jump(position, job)
 
     def peek(self) -> Any:
         """A copy of the next iteration's first batch. Raises EpochError during one, or without a batch."""
@@ -365,11 +366,14 @@ class Epochs:
         epoch in progress is finished first.
         """
         running = self._running
+        if running is not None and running.segment is not None:
+            return
+        if (job := self._background.find_new_job()) is None:
+            return
         if running is None:
-            if self._background.join_job():
-                self.jump(self._next_position)
-        elif running.segment is None and self._background.join_job():
-            self.window.jump(running.position)
+            self.jump(self._next_position, job)
+        else:
+            self.window.jump(running.position, job)
             self.window.begin(running.epoch)
 
     def to_state(self, leaves: bool = False) -> dict[str, Any]:

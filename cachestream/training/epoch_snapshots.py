@@ -116,9 +116,9 @@ class EpochSnapshots:
             if ranks.leads:
                 taken = self._take(context, opened_enough)
                 undo.callback(taken.lease.release)
-                ranks.share(context.round, taken.to_payload())
+                ranks.share(context.wanted.round, taken.to_payload())
             else:
-                shared = ranks.share(context.round, None)
+                shared = ranks.share(context.wanted.round, None)
                 taken = EpochSnapshot.join(shared, options.split, options.view, self.maps)
                 undo.callback(taken.lease.release)
                 for _, error in open_shards(taken.maps, opened_enough, context.wanted.cancelled):

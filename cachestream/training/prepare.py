@@ -105,9 +105,7 @@ class Preparer:
         self._draw = make_draw(options)
         self._closed = Flag()
         self._found: Ranks | None = None
-        # The job of this rank, and the generation at which the rank joined it.
-        self._wanted: tuple[ProcessGroup | None, int] = (None, 0)
-        self._joined: tuple[ProcessGroup | None, int] = self._wanted
+        self._job: ProcessGroup | None = None  # of the ranks that were found
         self._snapshots = EpochSnapshots(cache, options)
 
     # --- the thread
@@ -175,15 +173,11 @@ class Preparer:
         assert self._found is not None
         return self._found
 
-    def join(self, job: ProcessGroup, generation: int) -> None:
-        """Agree with the ranks of `job` from `generation` on. Called by the training thread."""
-        self._wanted = job, generation
-
-    def _find_ranks(self) -> Ranks:
-        """The ranks of the job, connected at the first use, because some may still start up."""
-        if self._joined is not (wanted := self._wanted):
+    def _find_ranks(self, job: ProcessGroup | None) -> Ranks:
+        """The ranks of `job`, connected at the first use, because some may still start up."""
+        if job != self._job:
             self.finish()
-            self._found, self._joined = None, wanted
+            self._found, self._job = None, job
         if self._found is None:
             options, cache_id = self._options, self._cache.cache_id
             timeout_s = options.timeout_s
@@ -195,18 +189,10 @@ class Preparer:
                 cache_id,
                 deadlines,
                 self._closed,
-                self._joined[0],
+                job,
                 options.replication,
             )
         return self._found
-
-    def _round(self, wanted: Wanted) -> str:
-        """The name of the round in which ranks agree on `wanted`.
-
-        Ranks may have joined at different generations, so rounds are named by the generations since then.
-        """
-        position = wanted.position
-        return f"{wanted.generation - self._joined[1]}.{position.epoch}.{position.index}"
 
     @property
     def num_ranks(self) -> int:
@@ -215,7 +201,7 @@ class Preparer:
 
     def _is_requested(self, wanted: Wanted) -> bool:
         """Return whether another rank waits for this one to prepare `wanted`."""
-        return self._found is not None and self._found.requested(self._round(wanted))
+        return self._found is not None and self._found.requested(wanted.round)
 
     # --- a segment
 
@@ -226,10 +212,10 @@ class Preparer:
         others are opened when needed. Raises the same CacheStreamError on all ranks, or Cancelled; `finish`
         is to be called then.
         """
-        began_s, ranks = time.monotonic(), self._find_ranks()
+        began_s, ranks = time.monotonic(), self._find_ranks(wanted.job)
         in_trainer = functools.partial(self._window.in_trainer, wanted)
-        context = DrawContext(self._cache, self._options, ranks, wanted, self._round(wanted), in_trainer)
-        ranks.request(context.round, wanted.cancelled)
+        context = DrawContext(self._cache, self._options, ranks, wanted, in_trainer)
+        ranks.request(wanted.round, wanted.cancelled)
         # The last snapshot does where the cache cannot be read.
         can_go_on = self._snapshots.maps is not None and self._options.replay is None
         can_go_on = can_go_on and not wanted.position.records
@@ -246,10 +232,10 @@ class Preparer:
             except Cancelled:
                 raise
             except Exception as error:
-                for name in (context.round, context.lists, context.order):
+                for name in (wanted.round, context.lists, context.order):
                     ranks.report(name, error)
                 raise
-            self._agree(segment, context.round)
+            self._agree(segment, wanted.round)
             undo.pop_all()
         self._draw.confirm()
         self._snapshots.maps = taken.maps

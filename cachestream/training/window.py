@@ -24,6 +24,7 @@ from cachestream.training.threads import WATCH_S, Flag, watched
 
 if TYPE_CHECKING:
     from cachestream.training.position import Segment
+    from cachestream.training.rendezvous import ProcessGroup
 
 Result = TypeVar("Result")
 CLOSED: Final = "this EpochLoader is closed; make a new one"
@@ -40,14 +41,25 @@ class LateError(EpochError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The position that a segment is to be prepared from, until `cancelled` is set.
+    """The position that a segment is to be prepared from, with the ranks of `job`, until `cancelled` is set.
 
-    `generation`: the number of jumps (set_epoch, load_state_dict) before it, the same on all ranks.
+    `generation`: the number of jumps (set_epoch, load_state_dict) since this rank joined the job. It is the same
+    on all ranks, and renames the rounds in which they agree, so that a failed one can be repeated.
     """
 
     position: Position
+    job: ProcessGroup | None = None
     generation: int = 0
     cancelled: Flag = field(default_factory=Flag)
+
+    @property
+    def round(self) -> str:
+        """The name of the round in which ranks agree on the segment."""
+        return f"{self.generation}.{self.position.epoch}.{self.position.index}"
+
+    def then(self, position: Position) -> Wanted:
+        """What is wanted after it, at `position`, without a jump."""
+        return Wanted(position, self.job, self.generation)
 
 
 class Window:
@@ -159,21 +171,24 @@ class Window:
             if self.wanted.position.epoch < epoch:
                 position = self.wanted.position
                 end_step = position.first_step + (position.total or 0)
-                self._want(Position(epoch, first_step=end_step), self.wanted.generation)
+                self._want(self.wanted.then(Position(epoch, first_step=end_step)))
             self._top_up()
             self._changed.notify_all()
             if not self._readers:
                 self._work.notify()  # otherwise not before the first batch: it would take the GIL
         self._close_retired()
 
-    def jump(self, position: Position) -> None:
-        """Drop everything, and have `position` prepared: a new generation begins with it."""
+    def jump(self, position: Position, job: ProcessGroup | None = None) -> None:
+        """Drop everything, and have `position` prepared, with the ranks of a new `job` if there is one: a new
+        generation begins with it.
+        """
         with self._lock:
             self._epoch = position.epoch - 1
             self._drop(lambda _: True)
             self._failure, self.needs_jump = None, False
-            # A new generation renames the rounds in which ranks agree, so that a failed one can be repeated.
-            self._want(position, self.wanted.generation + 1)
+            before = self.wanted
+            generation = 0 if job is not None else before.generation + 1
+            self._want(Wanted(position, job or before.job, generation))
             self._changed.notify_all()
             self._work.notify()
         self._close_retired()
@@ -272,7 +287,7 @@ class Window:
             if wanted.cancelled.is_set:
                 return False
             self._readers.append(reader)
-            self.wanted = Wanted(segment.next_position(), wanted.generation)
+            self.wanted = wanted.then(segment.next_position())
             self._top_up()
             self._changed.notify_all()
             return True
@@ -323,9 +338,9 @@ class Window:
         if self._hand is not None and unwanted(self._hand):
             self._hand = None
 
-    def _want(self, position: Position, generation: int) -> None:
+    def _want(self, wanted: Wanted) -> None:
         self.wanted.cancelled.set()
-        self.wanted = Wanted(position, generation)
+        self.wanted = wanted
 
     def _first(self, epoch: int) -> SegmentReader | None:
         return next((reader for reader in self._readers if reader.epoch == epoch), None)
@@ -350,7 +365,7 @@ class Window:
 
     def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
         """Wait until `ready`, in `epoch`; raise if a preparation failed, the trainer moved, or time is up."""
-        left_s, generation = timeout_s, self.wanted.generation
+        left_s, asked = timeout_s, self.wanted
         while True:
             if self._errand is not None and not self._errand[1].done():
                 self._lock.release()
@@ -363,7 +378,8 @@ class Window:
             if self._failure is not None and self._failure[0].epoch <= epoch:
                 self.needs_jump = True
                 _raise(self._failure[1])
-            if generation != self.wanted.generation or epoch < self._epoch:
+            jumped = (asked.job, asked.generation) != (self.wanted.job, self.wanted.generation)
+            if jumped or epoch < self._epoch:
                 raise EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
             if self.is_closed or left_s <= 0:
                 raise self._late_error(None, epoch, timeout_s)
