@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts select, pack by tokens and weigh alike, over one cache or one each."""
+"""Ranks that torchrun starts keep the heaviest samples of the cache that they share."""
 
 from __future__ import annotations
 
