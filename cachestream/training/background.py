@@ -48,7 +48,6 @@ class Background:
         self.gathering = Gathering(options, prefetch, transfer, transform, cache.quarantine)
         self.window = Window(self.gathering)
         self.preparer = Preparer(cache, options, self.window, self.meter)
-        self.job: ProcessGroup | None = None  # of this process, since `join_job` found it
         self._thread = make_thread(self.preparer.run, "prepare")
         self._warned_early = False
         self._pid = os.getpid()
@@ -71,15 +70,15 @@ class Background:
             self.stop()
             raise
 
-    def join_job(self) -> bool:
-        """Join the `torch.distributed` job of this process if it is a new one; return whether it is.
+    def find_new_job(self) -> ProcessGroup | None:
+        """The `torch.distributed` job of this process, for the next jump; None if it is known, or there is none.
 
-        Epochs are prepared with its ranks after the next jump. A job that has ended is kept: its ranks must
-        not go on as single ones. Raises EpochError in a forked child.
+        A job that has ended is kept: its ranks must not go on as single ones. Raises EpochError in a forked
+        child.
         """
         job = find_job()
-        if job is None or job == self.job:
-            return False
+        if job is None or job == self.window.wanted.job:
+            return None
         check_process(self._pid)
         if self.preparer.num_ranks == 1 and job.size > 1 and not self._warned_early:
             warnings.warn(
@@ -87,9 +86,7 @@ class Background:
                 f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call init_process_group() first",
                 stacklevel=5,
             )
-        self.preparer.join(job, self.window.wanted.generation + 1)
-        self.job = job
-        return True
+        return job
 
     def stop(self, join: bool = True, join_s: float = _JOIN_S) -> None:
         """Stop the threads and release the leases. With `join` wait up to `join_s` for each of them."""

@@ -7,7 +7,7 @@ trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cachestream.training.ranks import Ranks
     from cachestream.training.samplers import SamplerLike
     from cachestream.training.weights import KeyWeights
+    from cachestream.training.window import Wanted
 
 # Has the trainer's thread call a function, and returns its result.
 InTrainer: TypeAlias = "Callable[[Callable[[], Selection]], Selection]"
@@ -46,18 +47,30 @@ InTrainer: TypeAlias = "Callable[[Callable[[], Selection]], Selection]"
 
 @dataclass(frozen=True, slots=True)
 class DrawContext:
-    """The segment that is drawn for, at `position`, and the ranks that split its order.
+    """The segment that is drawn for, which is `wanted`, and the ranks that split its order.
 
-    `rounds`: the names of the rounds in which the ranks exchange lists, and the order. `in_trainer` calls
-    what may use the global generators.
+    `in_trainer` calls what may use the global generators.
     """
 
     cache: Cache
     options: LoaderOptions
     ranks: Ranks
-    position: Position
-    rounds: tuple[str, str]
+    wanted: Wanted
     in_trainer: InTrainer
+
+    @property
+    def position(self) -> Position:
+        return self.wanted.position
+
+    @property
+    def lists(self) -> str:
+        """The name of the round in which lists of samplers, or updates of weights, are exchanged."""
+        return f"{self.wanted.round}.lists"
+
+    @property
+    def order(self) -> str:
+        """The name of the round in which the order is exchanged."""
+        return f"{self.wanted.round}.order"
 
     @property
     def key(self) -> int:
@@ -115,7 +128,7 @@ class WeightedDraw(Draw):
         self._weights = weights
 
     def settle(self, context: DrawContext, size: int) -> None:
-        self._weights.exchange(context.ranks, context.rounds[0])
+        self._weights.exchange(context.ranks, context.lists)
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
         def drawn() -> IntArray:
@@ -141,7 +154,7 @@ class MixtureDraw(Draw):
         batches = count_batches(size, options.batch_size, len(context.ranks.sharers), options.drop_last)
         first = position.first_step + position.done
         steps = range(first, first + batches)
-        self._mixture.agree(context.cache, position.epoch, steps, context.ranks, context.rounds[0])
+        self._mixture.agree(context.cache, position.epoch, steps, context.ranks, context.lists)
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
         def drawn() -> IntArray:
@@ -158,7 +171,7 @@ class MixtureDraw(Draw):
 def _drawn_by_the_first(context: DrawContext, drawn: Callable[[], IntArray]) -> IntArray:
     ranks = context.ranks
     mine = {"drawn": pack_numbers(drawn())} if ranks.leads else None
-    found: IntArray = unpack_numbers(ranks.share(context.rounds[1], mine)["drawn"])
+    found: IntArray = unpack_numbers(ranks.share(context.order, mine)["drawn"])
     return found
 
 
@@ -183,34 +196,21 @@ class SamplerDraw(Draw):
 
         chosen = context.in_trainer(seeded) if may_draw_globally(self._sampler) else evaluated()
         if not chosen.shared and len(ranks.group) > 1:
-            chosen = join_selections(chosen, context.options.batch_size, ranks, context.rounds[0])
+            chosen = join_selections(chosen, context.options.batch_size, ranks, context.lists)
         return _listed(record, chosen.indices, chosen.bounds)
 
 
-class TokenDraw(Draw):
-    """Batches of samples of like length, within a budget of tokens."""
+class FormedDraw(Draw):
+    """Batches that `form` makes of the samples: of one shape, or of like length within a budget of tokens."""
 
-    def __init__(self, max_tokens: Mapping[str, int]) -> None:
-        self._field, self._budget = next(iter(max_tokens.items()))
+    def __init__(
+        self, form: Callable[[EpochDataset, LoaderOptions, int, int, int], tuple[IntArray, IntArray]]
+    ) -> None:
+        self._form = form
 
     def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
         ranks = len(context.ranks.sharers)
-        chosen = token_batches(
-            dataset, self._field, self._budget, context.options, record.drawn, context.key, ranks
-        )
-        return _listed(record, chosen.indices, chosen.bounds)
-
-
-class ShapeDraw(Draw):
-    """Batches of samples in which a field has one shape."""
-
-    def __init__(self, field: str) -> None:
-        self._field = field
-
-    def draw(self, context: DrawContext, dataset: EpochDataset, record: OrderRecord) -> OrderRecord:
-        ranks = len(context.ranks.sharers)
-        chosen = shape_batches(dataset, self._field, context.options, record.drawn, context.key, ranks)
-        return _listed(record, chosen.indices, chosen.bounds)
+        return _listed(record, *self._form(dataset, context.options, record.drawn, context.key, ranks))
 
 
 def make_draw(options: LoaderOptions) -> Draw:
@@ -222,5 +222,5 @@ def make_draw(options: LoaderOptions) -> Draw:
     if options.sampler is not None:
         return SamplerDraw(options.sampler)
     if options.group_by is not None:
-        return ShapeDraw(options.group_by)
-    return Draw() if options.max_tokens is None else TokenDraw(options.max_tokens)
+        return FormedDraw(shape_batches)
+    return Draw() if options.max_tokens is None else FormedDraw(token_batches)

@@ -9,8 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cachestream import tracing
 from cachestream.errors import EpochError
@@ -25,35 +24,22 @@ if TYPE_CHECKING:
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Recorder
     from cachestream.training.position import Segment
+    from cachestream.training.rendezvous import ProcessGroup
     from cachestream.training.tasks import Task
 
 
-class Stage(Enum):
-    """The stage of an iteration.
-
-        BEGUN ───first batch───▶ RUNNING ───last batch───▶ FINISHED
-          ├───────interrupt────────┼──▶ FAILED
-          ├───another iteration────┼──▶ LEFT
-          └─────────close──────────┴──▶ CLOSED
-
-    An iteration also fails when its epoch cannot be prepared. One that fails before its first batch is begun
-    again by the next iteration, with the same epoch. One that fails later keeps its place, for `state_dict`,
-    until the next iteration, which makes it LEFT.
-    """
-
-    BEGUN = "begun"
-    RUNNING = "running"
-    FAILED = "failed"
-    FINISHED = "finished"
-    LEFT = "left"
-    CLOSED = "closed"
+_DONE: Final = "its last batch was taken"
+_LEFT: Final = "the loader has begun another one, or was moved by set_epoch or load_state_dict"
+_CLOSED: Final = "the loader was closed; to go on there, give its state_dict() to a new one"
 
 
 class Iteration:
     """An iteration that began at `position`, after `batches` of its epoch.
 
     `segment`: that of the last batch, None before the first. `task`: the batches in hand. `iterator`: the
-    trainer's. `end_step`: the number of batches up to the end of the epoch.
+    trainer's. `end_step`: the number of batches up to the end of the epoch. `ended`: the reason why there are
+    no more batches, "" while there are. One that `failed` before its first batch is begun again by the next
+    iteration, with the same epoch; one that failed later keeps its place, for `state_dict`, until the next.
     """
 
     def __init__(self, position: Position) -> None:
@@ -61,23 +47,25 @@ class Iteration:
         self.epoch = position.epoch
         self.batches = position.done
         self.end_step = position.first_step + position.done
-        self.stage = Stage.BEGUN
+        self.ended, self.failed = "", False
         self.segment: Segment | None = None
         self.task: Task | None = None
-        self.failure = ""
         self.iterator: weakref.ref[Any] | None = None
 
     @property
     def is_running(self) -> bool:
         """True until the iteration has ended, or failed before its first batch."""
-        return self.stage in (Stage.BEGUN, Stage.RUNNING) or (
-            self.stage is Stage.FAILED and self.segment is not None
-        )
+        return not self.ended or (self.failed and self.segment is not None)
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if it gave no batch, and has not ended."""
+        return not self.ended and self.segment is None
 
     @property
     def failed_early(self) -> bool:
         """True if it failed before its first batch."""
-        return self.stage is Stage.FAILED and self.segment is None
+        return self.failed and self.segment is None
 
     @property
     def is_abandoned(self) -> bool:
@@ -90,17 +78,11 @@ class Iteration:
 
     def end_error(self) -> Exception:
         """The exception that says why there are no more batches."""
-        if self.stage is Stage.FINISHED:
+        if self.ended == _DONE:
             return StopIteration()
-        if self.stage is Stage.CLOSED:
-            return EpochError(
-                f"the EpochLoader was closed after {self.batches} batches of epoch {self.epoch}; to go on there, give "
-                "its state_dict() to a new one"
-            )
-        why = ": the loader has begun another one, or was moved by set_epoch or load_state_dict"
-        if self.stage is Stage.FAILED:
-            why = f" with an error ({self.failure}); iterate the loader to go on"
-        return EpochError(f"this iteration of epoch {self.epoch} has ended{why}")
+        return EpochError(
+            f"this iteration of epoch {self.epoch} has ended after {self.batches} batches: {self.ended}"
+        )
 
 
 class Batches(Iterator[Any]):
@@ -134,7 +116,7 @@ class Batches(Iterator[Any]):
         try:
             try:
                 while (task := iteration.task) is None or not task.batches:
-                    if iteration.stage is not Stage.RUNNING and iteration.stage is not Stage.BEGUN:
+                    if iteration.ended:
                         raise iteration.end_error()
                     began_s = self._meter.clock()
                     self._epochs.find_ranks(iteration)
@@ -197,12 +179,12 @@ class Epochs:
         self.join_job()
         self._background.start()
         again, last = self._running, self._iteration
-        if again is not None and again.stage is Stage.BEGUN and self._wanted_epoch in {None, again.epoch}:
+        if again is not None and again.is_untouched and self._wanted_epoch in {None, again.epoch}:
             position = again.position
             self._wanted_epoch = None
         else:
             if again is not None:
-                self._end(again, Stage.LEFT)
+                self._end(again, _LEFT)
             self.join_job()  # not before: an epoch in progress is finished first
             self._apply_wanted_epoch()
             again, position = None, self._next_position
@@ -215,7 +197,7 @@ class Epochs:
         iteration = Iteration(position)
         self._planned, self._iteration = Position(position.epoch + 1), iteration
         if again is not None:
-            again.stage = Stage.LEFT
+            again.ended = _LEFT
         self.meter.add_gap(self.meter.clock() - began_s)
         return iteration
 
@@ -235,8 +217,8 @@ class Epochs:
         if iteration.segment is None:
             self.meter.end_gap(wait_s)
         else:
-            self.window.enter(segment)
-        iteration.stage, iteration.segment, iteration.end_step = Stage.RUNNING, segment, segment.end_step
+            self.window.end(iteration.segment)
+        iteration.segment, iteration.end_step = segment, segment.end_step
         if self._recorder is not None and (ranks := self._background.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
@@ -248,21 +230,23 @@ class Epochs:
 
     def finish(self, iteration: Iteration, wait_s: float) -> None:
         """End `iteration` after its last batch."""
-        self._end(iteration, Stage.FINISHED)
+        self._end(iteration, _DONE)
         self.meter.add_gap(wait_s)
 
     def fail(self, iteration: Iteration, error: BaseException) -> None:
         """Fail on KeyboardInterrupt, or before the first batch unless that is only late."""
         if isinstance(error, LateError) or (isinstance(error, Exception) and iteration.segment is not None):
             return
-        iteration.stage, iteration.failure = Stage.FAILED, f"{type(error).__name__}: {error}"
+        iteration.failed = True
+        iteration.ended = f"an error ({type(error).__name__}: {error}); iterate the loader to go on"
 
-    def _end(self, iteration: Iteration, stage: Stage) -> None:
-        """End `iteration` in `stage`. A call that is interrupted is completed by the next one."""
+    def _end(self, iteration: Iteration, why: str) -> None:
+        """End `iteration`. A call that is interrupted is completed by the next one."""
         self._count_reuse(iteration)
         if iteration.segment is not None:
             self.window.end(iteration.segment)
-        iteration.stage, iteration.task, iteration.segment = stage, None, None  # frees its maps
+        iteration.ended, iteration.failed = why, False
+        iteration.task = iteration.segment = None  # frees its maps
 
     def _count_reuse(self, iteration: Iteration) -> None:
         if (segment := iteration.segment) is not None:
@@ -277,7 +261,7 @@ class Epochs:
             check_process(self._pid)
         if (segment := iteration.segment) is None:
             self.join_job()
-        elif is_initialized() and self._background.job is None and iteration.batches < segment.total:
+        elif is_initialized() and self.window.wanted.job is None and iteration.batches < segment.total:
             job = find_job()
             if job is not None and job.size > 1:
                 raise EpochError(
@@ -289,14 +273,12 @@ class Epochs:
 
     def close(self) -> None:
         """End the running epoch and the threads; the state stays as it is now."""
-        stage = Stage.CLOSED
         if (running := self._running) is not None:
             self._closed_at = self._rest()
-            stage = Stage.CLOSED if self._closed_at.epoch == running.epoch else Stage.FINISHED
         # First: a thread that waits for a batch learns of the end, not of a timeout.
         self._background.stop(join=False)
-        if running is not None:
-            self._end(running, stage)
+        if running is not None and self._closed_at is not None:
+            self._end(running, _CLOSED if self._closed_at.epoch == running.epoch else _DONE)
 
     @property
     def epoch(self) -> int:
@@ -314,12 +296,12 @@ class Epochs:
         """Make `epoch` the next one."""
         self._wanted_epoch = epoch
 
-    def jump(self, position: Position) -> None:
-        """Make `position` the next one, and have it prepared."""
+    def jump(self, position: Position, job: ProcessGroup | None = None) -> None:
+        """Make `position` the next one, and have it prepared, with the ranks of a new `job` if there is one."""
         if self._iteration is not None and self._iteration.failed_early:
             self._iteration = None
         self._planned = position
-        self.window.jump(position)
+        self.window.jump(position, job)
 
     def peek(self) -> Any:
         """A copy of the next iteration's first batch. Raises EpochError during one, or without a batch."""
@@ -384,11 +366,14 @@ class Epochs:
         epoch in progress is finished first.
         """
         running = self._running
+        if running is not None and running.segment is not None:
+            return
+        if (job := self._background.find_new_job()) is None:
+            return
         if running is None:
-            if self._background.join_job():
-                self.jump(self._next_position)
-        elif running.segment is None and self._background.join_job():
-            self.window.jump(running.position)
+            self.jump(self._next_position, job)
+        else:
+            self.window.jump(running.position, job)
             self.window.begin(running.epoch)
 
     def to_state(self, leaves: bool = False) -> dict[str, Any]:
@@ -410,7 +395,7 @@ class Epochs:
     def resume_from(self, position: Position) -> None:
         """Go on from `position`, that of a state."""
         if self._running is not None:
-            self._end(self._running, Stage.LEFT)
+            self._end(self._running, _LEFT)
         self._iteration, self._wanted_epoch = None, None
         self.join_job()
         self.jump(position)

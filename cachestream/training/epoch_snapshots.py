@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cachestream.schema import Split
     from cachestream.storage.cache import Cache
     from cachestream.storage.view import View
+    from cachestream.training.draw import DrawContext
     from cachestream.training.loader_options import LoaderOptions
     from cachestream.training.manifests import Replay
     from cachestream.training.position import Position
@@ -104,31 +105,23 @@ class EpochSnapshots:
         self._reusable = ReusableSnapshots(cache, split=options.split, view=options.view)
         self._schema: Schema | None = None
 
-    def take(
-        self,
-        ranks: Ranks,
-        name: str,
-        position: Position,
-        epoch_size: int | None,
-        opened_enough: Callable[[], bool],
-        cancelled: Flag,
-    ) -> EpochSnapshot:
-        """The snapshot of this rank's group in round `name`, leased by this process, with shards mapped until
-        `opened_enough()`.
+    def take(self, context: DrawContext, opened_enough: Callable[[], bool]) -> EpochSnapshot:
+        """The snapshot of this rank's group, leased by this process, with shards mapped until `opened_enough()`.
 
-        The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
-        Raises CacheStreamError and Cancelled.
+        The group's leader takes it, of shards that cover the samples that the epoch still takes; the others
+        join its lease. Raises CacheStreamError and Cancelled.
         """
+        ranks, options = context.ranks, self._options
         with ExitStack() as undo:
             if ranks.leads:
-                taken = self._take(position, epoch_size, ranks, opened_enough, cancelled)
+                taken = self._take(context, opened_enough)
                 undo.callback(taken.lease.release)
-                ranks.share(name, taken.to_payload())
+                ranks.share(context.wanted.round, taken.to_payload())
             else:
-                shared = ranks.share(name, None)
-                taken = EpochSnapshot.join(shared, self._options.split, self._options.view, self.maps)
+                shared = ranks.share(context.wanted.round, None)
+                taken = EpochSnapshot.join(shared, options.split, options.view, self.maps)
                 undo.callback(taken.lease.release)
-                for _, error in _open(taken.maps, opened_enough, cancelled):
+                for _, error in open_shards(taken.maps, opened_enough, context.wanted.cancelled):
                     raise error
             undo.pop_all()
         self._warn_of_floats(taken.snapshot.schema)
@@ -152,20 +145,13 @@ class EpochSnapshots:
         """Release the last snapshot, and write the counts of its uses."""
         self._reusable.close()
 
-    def _take(
-        self,
-        position: Position,
-        epoch_size: int | None,
-        ranks: Ranks,
-        opened_enough: Callable[[], bool],
-        cancelled: Flag,
-    ) -> EpochSnapshot:
+    def _take(self, context: DrawContext, opened_enough: Callable[[], bool]) -> EpochSnapshot:
         """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
         for _ in range(_ATTEMPTS):
             with ExitStack() as undo:
-                taken = self._take_once(position, epoch_size, ranks)
+                taken = self._take_once(context)
                 undo.callback(taken.lease.release)
-                damaged = _open(taken.maps, opened_enough, cancelled)
+                damaged = open_shards(taken.maps, opened_enough, context.wanted.cancelled)
                 if taken.record is None:
                     for field in self._options.max_tokens or ():  # else drawing fails, in each epoch anew
                         damaged += taken.maps.lengths_of(field)[1]
@@ -185,9 +171,9 @@ class EpochSnapshots:
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, position: Position, epoch_size: int | None, ranks: Ranks) -> EpochSnapshot:
+    def _take_once(self, context: DrawContext) -> EpochSnapshot:
         """Take a snapshot of the shards of a recorded epoch, of those of an interrupted one, or a new one."""
-        options = self._options
+        options, position, ranks = self._options, context.position, context.ranks
         record = (position.records or {}).get(self._cache.cache_id)
         if options.replay is not None:
             return self._take_recorded(options.replay, record, position, ranks)
@@ -196,12 +182,11 @@ class EpochSnapshots:
             with suppress(NotEnoughSamplesError):
                 return self._restore(record)[0]
         # The epoch may have no samples left for this cache; its ranks then give no batch, as all ranks do.
-        size = None if epoch_size is None else max(1, epoch_size)
+        size = None if context.remaining is None else max(1, context.remaining)
         least = len(ranks.sharers) * (options.batch_size if options.drop_last else 1)
         snapshot, lease = self._reusable.take(size, options.turnover, least)
         maps = self.maps
-        # The maps of a snapshot that is used again are complete, so that none is ever opened or dropped.
-        if maps is None or maps.snapshot is not snapshot or not maps.all_mapped:
+        if maps is None or maps.snapshot is not snapshot:
             maps = EpochMaps(snapshot, maps)
         return EpochSnapshot(snapshot, lease, maps)
 
@@ -235,16 +220,16 @@ class EpochSnapshots:
         return EpochSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), record.cut(0, new)), new
 
 
-def _open(
+def open_shards(
     maps: EpochMaps, opened_enough: Callable[[], bool], cancelled: Flag
 ) -> list[tuple[int, CorruptShardError]]:
     """Map and verify shards until `opened_enough()`; return the damaged ones. Raises Cancelled."""
     damaged: list[tuple[int, CorruptShardError]] = []
-    missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
+    missing = np.flatnonzero(~maps.mapped)
     for start in range(0, len(missing), _SLICE):
         if cancelled.is_set:
             raise Cancelled
-        damaged += maps.open(missing[start : start + _SLICE], ahead=True)
+        damaged += maps.open(missing[start : start + _SLICE])
         if opened_enough():
             break
     return damaged

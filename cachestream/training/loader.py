@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from cachestream.config import check_count, parse_path, whole_number
+from cachestream.config import check_count, parse_path, parse_size, whole_number
 from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
@@ -64,6 +64,9 @@ class EpochLoader:
         device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda",
             "xpu", "mps"; with pinned buffers and a stream of its own, where it has them). Other ones than
             CUDA need torch 2.8.
+        pinned_limit: the most pinned host memory for the batches on their way to the device, as bytes or "2GB".
+            Those beyond it are gathered in ordinary memory, from which copies are slower. None: as much as the
+            batches ahead take. Without a device it has no effect.
         sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
             Functions and samplers of your own run in the trainer's thread, once an epoch, with the global
             generators seeded and restored; torch's own run in the background.
@@ -126,6 +129,7 @@ class EpochLoader:
         turnover: float = 0.25,
         drop_last: bool = True,
         device: torch.device | str | int | None = None,
+        pinned_limit: int | str | None = None,
         sampler: SamplerLike | None = None,
         batch_transform: BatchTransform | None = None,
         prefetch: int = 4,
@@ -177,7 +181,8 @@ class EpochLoader:
         self.batch_size = options.batch_size
         folder = None if record is None else parse_path(record, "record")
         self._recorder = None if folder is None else Recorder(folder, options.to_record())
-        transfer = make_transfer(device, prefetch + 2)
+        pinned_bytes = None if pinned_limit is None else parse_size(pinned_limit, "pinned_limit")
+        transfer = make_transfer(device, prefetch + 2, pinned_bytes)
         self._background = Background(cache, options, prefetch, transfer, batch_transform)
         weakref.finalize(self, self._background.stop, join=False).atexit = False
         self._epochs = Epochs(self._background, self._recorder, options)

@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import xxhash
 
 from cachestream import tracing
@@ -34,9 +33,9 @@ from cachestream.storage.status import wait_for_samples, warn_of_loss, warn_of_s
 from cachestream.storage.view import row_hashes
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.draw import DrawContext, make_draw
-from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots
+from cachestream.training.epoch_snapshots import EpochSnapshot, EpochSnapshots, open_shards
 from cachestream.training.plan import OrderRecord, Plan, count_batches, rebuild, translate
-from cachestream.training.position import Position, Segment
+from cachestream.training.position import Segment
 from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.threads import Flag
@@ -56,7 +55,6 @@ _POLL_S: Final = 0.25  # between two looks at other ranks' requests and the trai
 _CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 _URGENT_OPEN_S: Final = 0.1  # opening shards ahead while the trainer waits
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
-_OPEN_AT_ONCE: Final = 16
 _PACE_STEPS: Final = 8
 
 # At most half of the trainer's timeout, so that the error that names the late rank comes first: also after a
@@ -107,9 +105,7 @@ class Preparer:
         self._draw = make_draw(options)
         self._closed = Flag()
         self._found: Ranks | None = None
-        # The job of this rank, and the generation at which the rank joined it.
-        self._wanted: tuple[ProcessGroup | None, int] = (None, 0)
-        self._joined: tuple[ProcessGroup | None, int] = self._wanted
+        self._job: ProcessGroup | None = None  # of the ranks that were found
         self._snapshots = EpochSnapshots(cache, options)
 
     # --- the thread
@@ -166,11 +162,8 @@ class Preparer:
         reader = self._window.unopened()
         if reader is None:
             return False
-        maps = reader.segment.maps
-        room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
-        missing = np.flatnonzero(~maps.mapped)[:room]
         # Damaged shards are handled when the window reaches them.
-        return bool(len(missing)) and not maps.open(missing, ahead=True)
+        return not open_shards(reader.segment.maps, lambda: True, self._closed)
 
     # --- the ranks
 
@@ -180,15 +173,11 @@ class Preparer:
         assert self._found is not None
         return self._found
 
-    def join(self, job: ProcessGroup, generation: int) -> None:
-        """Agree with the ranks of `job` from `generation` on. Called by the training thread."""
-        self._wanted = job, generation
-
-    def _find_ranks(self) -> Ranks:
-        """The ranks of the job, connected at the first use, because some may still start up."""
-        if self._joined is not (wanted := self._wanted):
+    def _find_ranks(self, job: ProcessGroup | None) -> Ranks:
+        """The ranks of `job`, connected at the first use, because some may still start up."""
+        if job != self._job:
             self.finish()
-            self._found, self._joined = None, wanted
+            self._found, self._job = None, job
         if self._found is None:
             options, cache_id = self._options, self._cache.cache_id
             timeout_s = options.timeout_s
@@ -200,19 +189,10 @@ class Preparer:
                 cache_id,
                 deadlines,
                 self._closed,
-                self._joined[0],
+                job,
                 options.replication,
             )
         return self._found
-
-    def _rounds(self, wanted: Wanted) -> tuple[str, str, str]:
-        """The names of the rounds for `wanted`: the last one, and before it those for lists and the order.
-
-        Ranks may have joined at different generations, so rounds are named by the generations since then.
-        """
-        position = wanted.position
-        name = f"{wanted.generation - self._joined[1]}.{position.epoch}.{position.index}"
-        return name, f"{name}.lists", f"{name}.order"
 
     @property
     def num_ranks(self) -> int:
@@ -221,7 +201,7 @@ class Preparer:
 
     def _is_requested(self, wanted: Wanted) -> bool:
         """Return whether another rank waits for this one to prepare `wanted`."""
-        return self._found is not None and self._found.requested(self._rounds(wanted)[0])
+        return self._found is not None and self._found.requested(wanted.round)
 
     # --- a segment
 
@@ -232,37 +212,30 @@ class Preparer:
         others are opened when needed. Raises the same CacheStreamError on all ranks, or Cancelled; `finish`
         is to be called then.
         """
-        began_s, position = time.monotonic(), wanted.position
-        ranks, rounds = self._find_ranks(), self._rounds(wanted)
-        ranks.request(rounds[0], wanted.cancelled)
-        with self._cache.catalogue.hurried(self._can_go_on(position)), ExitStack() as undo:
+        began_s, ranks = time.monotonic(), self._find_ranks(wanted.job)
+        in_trainer = functools.partial(self._window.in_trainer, wanted)
+        context = DrawContext(self._cache, self._options, ranks, wanted, in_trainer)
+        ranks.request(wanted.round, wanted.cancelled)
+        # The last snapshot does where the cache cannot be read.
+        can_go_on = self._snapshots.maps is not None and self._options.replay is None
+        can_go_on = can_go_on and not wanted.position.records
+        with self._cache.catalogue.hurried(can_go_on), ExitStack() as undo:
             try:
-                self._await_samples(position, len(ranks.sharers), wanted.cancelled)
+                self._await_samples(context, can_go_on)
                 if ranks.leads:
                     with suppress(CacheError):
                         warn_of_skipped(self._cache)
-                context = DrawContext(
-                    *(self._cache, self._options, ranks, position, rounds[1:]),
-                    functools.partial(self._window.in_trainer, wanted),
-                )
                 with tracing.span("snapshot"):
-                    taken = self._snapshots.take(
-                        ranks,
-                        rounds[0],
-                        position,
-                        context.remaining,
-                        self._opened_enough(time.monotonic()),
-                        wanted.cancelled,
-                    )
+                    taken = self._snapshots.take(context, self._opened_enough(time.monotonic()))
                 undo.callback(taken.lease.release)
                 segment = self._make_segment(context, taken)
             except Cancelled:
                 raise
             except Exception as error:
-                for name in rounds:
+                for name in (wanted.round, context.lists, context.order):
                     ranks.report(name, error)
                 raise
-            self._agree(segment, rounds[0])
+            self._agree(segment, wanted.round)
             undo.pop_all()
         self._draw.confirm()
         self._snapshots.maps = taken.maps
@@ -287,29 +260,20 @@ class Preparer:
                 "%s: the last epochs were not counted as uses of its shards: %s", self._cache.path, error
             )
 
-    def _starts_cold(self, position: Position) -> bool:
-        """Return whether to wait for samples: no recorded shard is cached, or nothing is recorded."""
-        if self._options.replay is not None:
-            return False
-        record = (position.records or {}).get(self._cache.cache_id)
-        return record is None or sample_counts(self._cache.catalogue).keys().isdisjoint(
-            record.shard_ids.tolist()
-        )
-
-    def _can_go_on(self, position: Position) -> bool:
-        """Return whether the last snapshot does for `position` where the cache cannot be read."""
-        return self._snapshots.maps is not None and self._options.replay is None and not position.records
-
-    def _await_samples(self, position: Position, num_ranks: int, cancelled: Flag) -> None:
-        """Wait for samples if the epoch starts cold."""
+    def _await_samples(self, context: DrawContext, can_go_on: bool) -> None:
+        """Wait for samples if the epoch starts cold: nothing is recorded of it, or no recorded shard is cached."""
+        record = (context.position.records or {}).get(self._cache.cache_id)
         try:
-            if self._starts_cold(position):
-                self._wait_for_samples(num_ranks, cancelled)
+            if self._options.replay is None and (record is None or not self._has_shards_of(record)):
+                self._wait_for_samples(len(context.ranks.sharers), context.wanted.cancelled)
         except (SchemaMismatchError, CacheVersionError):
             raise
         except CacheError:
-            if not self._can_go_on(position):
+            if not can_go_on:
                 raise
+
+    def _has_shards_of(self, record: OrderRecord) -> bool:
+        return not sample_counts(self._cache.catalogue).keys().isdisjoint(record.shard_ids.tolist())
 
     def _wait_for_samples(self, num_ranks: int, cancelled: Flag) -> None:
         """Wait until `min_samples` are cached, or a batch for each of the `num_ranks` ranks of the cache."""

@@ -1,21 +1,18 @@
 """The rendezvous of a job's ranks: a store that all reach, over a connection that cannot hang.
 
 A call of torch's store waits for an answer until TCP gives up, a quarter of an hour if the host is cut off.
-So the socket under the connection gets a timeout.
+So a thread makes each call, and whoever asks waits for it up to a limit.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import socket
-import stat
-import struct
-import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -23,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch.distributed as dist
 
 from cachestream.errors import RankMismatchError
+from cachestream.training.threads import make_thread, start_once
 
 if TYPE_CHECKING:
     from cachestream.training.threads import Flag
@@ -35,7 +33,6 @@ ANNOUNCED_AT: Final = 0.3  # of the deadline: then a warning says for whom a ran
 _CONNECT_S: Final = 30.0
 _LEAST_CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 20.0
-_connecting = threading.Lock()
 T = TypeVar("T")
 logger = logging.getLogger("cachestream")
 
@@ -56,13 +53,15 @@ class ProcessGroup:
 class StoreConnection:
     """A connection to a store. On rank 0 `serve` answers ranks that still connect. Used by one thread.
 
-    After a call without an answer all further calls fail at once, because a late answer would be taken for
-    the answer to another call.
+    After a call without an answer within `answer_s` all further calls fail at once: that one still waits.
     """
 
-    def __init__(self, store: Store, serve: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, store: Store, answer_s: float = _ANSWER_S, serve: Callable[[], None] = lambda: None
+    ) -> None:
         self.serve = serve
         self._store = store
+        self._answer_s = answer_s
         self._failure: str | None = None
 
     def call(self, ask: Callable[[Store], T]) -> T:
@@ -70,11 +69,29 @@ class StoreConnection:
         if self._failure is not None:
             raise RankMismatchError(self._failure)
         try:
-            return ask(self._store)
-        except (RuntimeError, OSError) as error:  # torch's DistError among them
+            return _within(self._answer_s, lambda: ask(self._store))
+        except _NO_ANSWER as error:
             tcp = _tcp_below(self._store)
             self._failure = _no_answer("" if tcp is None else f" at {tcp.host}:{tcp.port}", error)
             raise RankMismatchError(self._failure) from error
+
+
+# torch's DistError is a RuntimeError.
+_NO_ANSWER: Final = (RuntimeError, OSError, futures.TimeoutError)
+
+
+def _within(limit_s: float, ask: Callable[[], T]) -> T:
+    """Return `ask()`, called in a thread. Raises what it raises, and TimeoutError after `limit_s`."""
+    answer: futures.Future[T] = futures.Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            answer.set_exception(error)
+
+    start_once(make_thread(call, "rendezvous"))
+    return answer.result(limit_s)
 
 
 def _no_answer(at: str, error: Exception) -> str:
@@ -96,22 +113,22 @@ def meet_at(
     `deadline_s`.
     """
     began_s, rank = time.monotonic(), job.rank
-    # Torch tries to connect for up to twice its timeout.
-    limits_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
+    connect_s, answer_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
     default = _default_store()
-    exchange, tcp = StoreConnection(PrefixStore(prefix, default)), _tcp_below(default)
-    # First, because calls on the job's own connection have no timeout while the host does not answer.
-    store = None if tcp is None else _client(tcp.host, tcp.port, *limits_s)
+    exchange, tcp = StoreConnection(PrefixStore(prefix, default), answer_s), _tcp_below(default)
+    # Not the job's own connection: while torch waits there for a key, it holds that for itself.
+    store = None if tcp is None else _client(tcp.host, tcp.port, connect_s)
     if rank == 0:
         address: dict[str, Any] = {"token": secrets.token_hex(8)}
         if store is None:
             store = _start_store()
             address |= {"host": socket.gethostname(), "port": store.port}
-        return StoreConnection(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
+        serve = _answerer(exchange, address, job.size)
+        return StoreConnection(PrefixStore(address["token"], store), answer_s, serve)
     mine = secrets.token_hex(8)
     exchange.call(lambda store: store.set(f"ask/{rank}", mine))
     exchange.call(lambda store: store.add("asked", 1))
-    alive = None if store is None else StoreConnection(store)
+    alive = None if store is None else StoreConnection(store, answer_s)
     pause_s, most_s = PAUSES_S
     announced = False
     while True:
@@ -120,7 +137,8 @@ def meet_at(
         if exchange.call(lambda store: store.check([f"answer/{rank}"])):
             answer = json.loads(exchange.call(lambda store: store.get(f"answer/{rank}")))
             if answer["to"] == mine:
-                return StoreConnection(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
+                found = store or _reach(answer, connect_s)
+                return StoreConnection(PrefixStore(answer["token"], found), answer_s)
         waited_s = time.monotonic() - began_s
         if waited_s > deadline_s:
             raise RankMismatchError(
@@ -167,74 +185,24 @@ def _answerer(exchange: StoreConnection, address: dict[str, Any], size: int) -> 
     return lambda: exchange.call(answer)
 
 
-def _reach(address: dict[str, Any], connect_s: float, answer_s: float) -> TCPStore:
+def _reach(address: dict[str, Any], connect_s: float) -> TCPStore:
     """The store that rank 0 serves."""
     host = str(address["host"])
     if host == socket.gethostname():
         host = "127.0.0.1"
-    return _client(host, int(address["port"]), connect_s, answer_s)
+    return _client(host, int(address["port"]), connect_s)
 
 
-def _client(host: str, port: int, connect_s: float, answer_s: float) -> TCPStore:
-    """A connection whose calls fail when no answer comes within `answer_s`.
-
-    Raises RankMismatchError when there is none within `connect_s`.
-    """
-    with _connecting:
-        before = set(_sockets_to(port))
-        # Torch's own timeout covers the connecting only, not the first answer. And where a connection ends
-        # just before its timeout, torch makes another one.
-        over = threading.Event()
-
-        def watch() -> None:
-            wait_s = connect_s
-            while not over.wait(wait_s):
-                _on_new_sockets(port, before, lambda new: new.shutdown(socket.SHUT_RDWR))
-                wait_s = 0.1
-
-        threading.Thread(target=watch, name="rendezvous-watch", daemon=True).start()
-        try:
-            timeout = timedelta(seconds=connect_s)
-            client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except (RuntimeError, OSError) as error:
-            raise RankMismatchError(_no_answer(f" at {host}:{port}", error)) from error
-        finally:
-            over.set()
-        _on_new_sockets(port, before, lambda new: _limit(new, answer_s))
-    return client
-
-
-def _limit(connection: socket.socket, answer_s: float) -> None:
-    seconds, fraction = divmod(answer_s, 1.0)
-    limit = struct.pack("ll", int(seconds), int(1e6 * fraction))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-
-def _on_new_sockets(port: int, before: set[int], act: Callable[[socket.socket], None]) -> None:
-    for fd in set(_sockets_to(port)) - before:
-        try:
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                act(copy)
-        except OSError:
-            continue  # closed meanwhile, so not that of the client
-
-
-def _sockets_to(port: int) -> list[int]:
-    """The file descriptors of this process's sockets that are connected to `port` somewhere."""
-    if socket.getdefaulttimeout() is not None:
-        return []  # with a default timeout, socket.socket(fileno=) would make the sockets non-blocking
-    found = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                if copy.getpeername()[1] == port:
-                    found.append(fd)
-        except (OSError, IndexError, TypeError):
-            continue  # closed meanwhile, not connected, or of another family
-    return found
+def _client(host: str, port: int, connect_s: float) -> TCPStore:
+    """A connection of our own. Raises RankMismatchError when there is none within `connect_s`."""
+    timeout = timedelta(seconds=connect_s)  # of the connecting only, not of the first answer
+    try:
+        return _within(
+            connect_s,
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+        )
+    except _NO_ANSWER as error:
+        raise RankMismatchError(_no_answer(f" at {host}:{port}", error)) from error
 
 
 def _tcp_below(store: Store) -> TCPStore | None:

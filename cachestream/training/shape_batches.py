@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cachestream.permutation import Permutation
-from cachestream.training.samplers import Selection
-from cachestream.training.token_batches import shuffle_batches
+from cachestream.training.token_batches import reordered, shuffle_batches
 
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
@@ -19,21 +18,23 @@ if TYPE_CHECKING:
 
 
 def shape_batches(
-    dataset: EpochDataset, field: str, options: LoaderOptions, size: int, key: int, ranks: int
-) -> Selection:
-    """Batches of `size` samples of `dataset`, in each of which `field` has one shape, for all `ranks`.
+    dataset: EpochDataset, options: LoaderOptions, size: int, key: int, ranks: int
+) -> tuple[IntArray, IntArray]:
+    """Batches of `size` samples of `dataset`, in each of which the field `group_by` has one shape, for all
+    `ranks`: the samples, int64 `[n]`, and the bounds of batches, int64 `[batches + 1]`.
 
     Raises ConfigError for a field without a shape.
     """
-    groups = dataset.shape_groups(field)
+    assert options.group_by is not None
+    groups = dataset.shape_groups(options.group_by)
     order = np.arange(size, dtype=np.int64)
     if options.shuffle:
         order = Permutation(len(groups), key).at(order)
     indices, bounds = cut_by_group(groups, order, options.batch_size)
     if options.shuffle:
         # Batches of one shape lie side by side, so that the ranks make most steps with equal shapes.
-        return Selection(*shuffle_batches(indices, bounds, ranks, key), shared=True)
-    return Selection(*in_order_of_arrival(indices, bounds), shared=True)
+        return shuffle_batches(indices, bounds, ranks, key)
+    return in_order_of_arrival(indices, bounds)
 
 
 def cut_by_group(groups: IntArray, order: IntArray, batch_size: int) -> tuple[IntArray, IntArray]:
@@ -58,6 +59,4 @@ def cut_by_group(groups: IntArray, order: IntArray, batch_size: int) -> tuple[In
 def in_order_of_arrival(indices: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
     """Order batches by their first samples, which come in the order of arrival within each."""
     batches = np.argsort(indices[bounds[:-1]], kind="stable")
-    starts, sizes = bounds[:-1][batches], np.diff(bounds)[batches]
-    ends = np.append(0, np.cumsum(sizes)).astype(np.int64)
-    return indices[np.repeat(starts - ends[:-1], sizes) + np.arange(ends[-1])], ends
+    return reordered(indices, bounds, batches)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -33,7 +31,7 @@ from cachestream.training.batches.mapped_shards import ChangedShardError, Sample
 from cachestream.training.batches.memory import outside_inference
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.rendezvous import Cancelled
-from cachestream.training.threads import Flag, Threads
+from cachestream.training.threads import Flag, Threads, watched
 
 if TYPE_CHECKING:
     from cachestream.training.batches._gather import Queue
@@ -47,7 +45,6 @@ _MOST_THREADS: Final = 2  # two threads saturate the memory bandwidth
 _MOST_AHEAD: Final = 1024
 _NON_TEMPORAL_BYTES: Final = 16 << 20  # about the share of the last-level cache that a process can keep
 _BLOCK: Final = 16_384  # samples located at once: 1 ms
-_WATCH_S: Final = 0.5
 
 # Memory that tasks of closed queues still write to, where the disk has not answered, by process and queue.
 _abandoned: Final[dict[tuple[int, Queue], Any]] = {}
@@ -141,10 +138,7 @@ class Gathering:
             return True
         done, left_s = task.done, timeout_s
         while done is not None and not done.is_set and task.is_wanted and left_s > 0:
-            began_s = time.monotonic()
-            done.wait(min(left_s, _WATCH_S))
-            # Time in which the whole process was stopped (SIGSTOP) does not count.
-            left_s -= min(time.monotonic() - began_s, _WATCH_S)
+            left_s -= watched(done.wait, left_s)
         return done is None or done.is_set
 
     def send(self, tasks: deque[Task]) -> None:
@@ -216,7 +210,6 @@ class SegmentReader:
         self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._ahead = ReadAhead(segment)
         self._damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
-        self._opening = threading.Lock()
         self._coming: SampleLocations | None = self._find(0)
         self._block, self._bounds = self._coming, [0]
 
@@ -306,9 +299,7 @@ class SegmentReader:
         """Gather, send and transform the batches of `part`, without the samples of damaged shards, and append
         them to `batches`, up to the first that fails.
         """
-        # Opening drops maps where there are more shards than a process may map.
-        alone = nullcontext() if self._maps.all_mapped else self._opening
-        with tracing.span("gather", batches=len(part)), alone:
+        with tracing.span("gather", batches=len(part)):
             columns, sizes, skipped = self._read(part)
         segment, send = self.segment, self._gathering.transfer.send
         number = segment.position.done + part.first

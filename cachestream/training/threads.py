@@ -10,10 +10,11 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -21,6 +22,7 @@ from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
 
 _Work: TypeAlias = Callable[[], None]
+WATCH_S: Final = 0.5  # between two looks of whoever waits
 
 
 class Flag:
@@ -46,6 +48,15 @@ class Flag:
         if not self.is_set:
             self._lock.acquire(timeout=timeout_s)
         return self.is_set
+
+
+def watched(wait: Callable[[float], object], left_s: float) -> float:
+    """Wait for a moment of the `left_s`; return the seconds that passed, without time in which the whole process
+    was stopped (SIGSTOP).
+    """
+    began_s = time.monotonic()
+    wait(min(left_s, WATCH_S))
+    return min(time.monotonic() - began_s, WATCH_S)
 
 
 def check_process(pid: int) -> None:

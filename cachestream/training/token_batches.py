@@ -16,7 +16,6 @@ import numpy as np
 from cachestream.config import check_count
 from cachestream.errors import ConfigError
 from cachestream.permutation import Permutation, mix_key
-from cachestream.training.samplers import Selection
 
 if TYPE_CHECKING:
     from cachestream.schema import IntArray
@@ -39,12 +38,15 @@ def check_max_tokens(max_tokens: object) -> None:
 
 
 def token_batches(
-    dataset: EpochDataset, field: str, budget: int, options: LoaderOptions, size: int, key: int, ranks: int
-) -> Selection:
-    """Batches of `size` samples of `dataset`, at most `budget` tokens of `field` in each, for all `ranks`.
+    dataset: EpochDataset, options: LoaderOptions, size: int, key: int, ranks: int
+) -> tuple[IntArray, IntArray]:
+    """Batches of `size` samples of `dataset`, at most `max_tokens` in each, for all `ranks`: the samples, int64
+    `[n]`, and the bounds of batches, int64 `[batches + 1]`.
 
     Raises ConfigError for a sample longer than the budget, and for a field without lengths.
     """
+    assert options.max_tokens is not None
+    ((field, budget),) = options.max_tokens.items()
     lengths = dataset.lengths(field)
     most = int(lengths.max(initial=0))
     if most > budget:
@@ -58,9 +60,7 @@ def token_batches(
         order = Permutation(len(lengths), key).at(order)
     window = _WINDOW * options.batch_size * ranks
     indices, bounds = group_by_length(lengths, order, budget, options.batch_size, window)
-    return Selection(
-        *(shuffle_batches(indices, bounds, ranks, key) if options.shuffle else (indices, bounds)), True
-    )
+    return shuffle_batches(indices, bounds, ranks, key) if options.shuffle else (indices, bounds)
 
 
 def group_by_length(
@@ -92,8 +92,11 @@ def shuffle_batches(indices: IntArray, bounds: IntArray, ranks: int, key: int) -
     whole = np.delete(np.arange(len(bounds) - 1), last).reshape(groups, ranks)
     if groups:
         whole = whole[Permutation(groups, mix_key(key, _GROUPS_KEY)).at(np.arange(groups, dtype=np.int64))]
-    batches = np.concatenate([whole.reshape(-1), last])
-    starts, sizes = bounds[batches], bounds[batches + 1] - bounds[batches]
-    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    moved = np.repeat(starts - ends[:-1], sizes) + np.arange(ends[-1])
-    return indices[moved], ends
+    return reordered(indices, bounds, np.concatenate([whole.reshape(-1), last]))
+
+
+def reordered(indices: IntArray, bounds: IntArray, batches: IntArray) -> tuple[IntArray, IntArray]:
+    """The samples and the bounds of `batches`, by their numbers, in this order."""
+    starts, sizes = bounds[:-1][batches], np.diff(bounds)[batches]
+    ends = np.append(0, np.cumsum(sizes)).astype(np.int64)
+    return indices[np.repeat(starts - ends[:-1], sizes) + np.arange(ends[-1])], ends

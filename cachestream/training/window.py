@@ -8,27 +8,26 @@ the last batch of the previous epoch is consumed.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from cachestream import tracing
 from cachestream.errors import EpochError
 from cachestream.training.position import Position
 from cachestream.training.rendezvous import Cancelled
 from cachestream.training.tasks import Batch, Gathering, SegmentReader, Task
-from cachestream.training.threads import Flag
+from cachestream.training.threads import WATCH_S, Flag, watched
 
 if TYPE_CHECKING:
     from cachestream.training.position import Segment
+    from cachestream.training.rendezvous import ProcessGroup
 
 Result = TypeVar("Result")
 CLOSED: Final = "this EpochLoader is closed; make a new one"
-_WATCH_S: Final = 0.5
 _PREPARE_AT: Final = (
     0.75  # share of the batches submitted at which the next segment is prepared at the latest
 )
@@ -42,14 +41,25 @@ class LateError(EpochError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The position that a segment is to be prepared from, until `cancelled` is set.
+    """The position that a segment is to be prepared from, with the ranks of `job`, until `cancelled` is set.
 
-    `generation`: the number of jumps (set_epoch, load_state_dict) before it, the same on all ranks.
+    `generation`: the number of jumps (set_epoch, load_state_dict) since this rank joined the job. It is the same
+    on all ranks, and renames the rounds in which they agree, so that a failed one can be repeated.
     """
 
     position: Position
+    job: ProcessGroup | None = None
     generation: int = 0
     cancelled: Flag = field(default_factory=Flag)
+
+    @property
+    def round(self) -> str:
+        """The name of the round in which ranks agree on the segment."""
+        return f"{self.generation}.{self.position.epoch}.{self.position.index}"
+
+    def then(self, position: Position) -> Wanted:
+        """What is wanted after it, at `position`, without a jump."""
+        return Wanted(position, self.job, self.generation)
 
 
 class Window:
@@ -90,7 +100,7 @@ class Window:
         with self._lock:
             hand = self._hand
             if hand is not None and hand.error is not None:
-                _raise(hand)
+                _raise(hand.error)
             if hand is not None and hand.stop == hand.reader.total and hand.reader.ends_epoch:
                 return None
             if self._errand is not None or not self._tasks or self._tasks[0].reader.epoch != epoch:
@@ -119,7 +129,11 @@ class Window:
         """The next batch of `epoch`, which stays in the window; None if there is none. Raises as `take`."""
         for place in range(2**31):
             with self._lock:
-                self._wait(lambda: len(self._tasks) > place or not self._has_more(epoch), epoch, timeout_s)  # noqa: B023
+                self._wait(
+                    lambda: len(self._tasks) > place or self.wanted.position.epoch > epoch,  # noqa: B023
+                    epoch,
+                    timeout_s,
+                )
                 if len(self._tasks) <= place or self._tasks[place].reader.epoch != epoch:
                     return None
                 task = self._tasks[place]
@@ -132,7 +146,7 @@ class Window:
                     return task.batches[0]
                 if task.error is not None:
                     self.rewind(epoch)  # the next call tries again
-                    _raise(task)
+                    _raise(task.error)
         return None
 
     def segment(self, epoch: int, timeout_s: float) -> Segment:
@@ -157,21 +171,24 @@ class Window:
             if self.wanted.position.epoch < epoch:
                 position = self.wanted.position
                 end_step = position.first_step + (position.total or 0)
-                self._want(Position(epoch, first_step=end_step), self.wanted.generation)
+                self._want(self.wanted.then(Position(epoch, first_step=end_step)))
             self._top_up()
             self._changed.notify_all()
             if not self._readers:
                 self._work.notify()  # otherwise not before the first batch: it would take the GIL
         self._close_retired()
 
-    def jump(self, position: Position) -> None:
-        """Drop everything, and have `position` prepared: a new generation begins with it."""
+    def jump(self, position: Position, job: ProcessGroup | None = None) -> None:
+        """Drop everything, and have `position` prepared, with the ranks of a new `job` if there is one: a new
+        generation begins with it.
+        """
         with self._lock:
             self._epoch = position.epoch - 1
             self._drop(lambda _: True)
             self._failure, self.needs_jump = None, False
-            # A new generation renames the rounds in which ranks agree, so that a failed one can be repeated.
-            self._want(position, self.wanted.generation + 1)
+            before = self.wanted
+            generation = 0 if job is not None else before.generation + 1
+            self._want(Wanted(position, job or before.job, generation))
             self._changed.notify_all()
             self._work.notify()
         self._close_retired()
@@ -181,14 +198,6 @@ class Window:
         with self._lock:
             self._drop_tasks(lambda task: task.reader.epoch >= epoch)
             self._top_up()
-
-    def enter(self, segment: Segment) -> None:
-        """Move the trainer into `segment`; those before it are closed."""
-        with self._lock:
-            places = [place for place, reader in enumerate(self._readers) if reader.segment is segment]
-            before = self._readers[: places[0]] if places else []
-            self._drop(lambda reader: reader in before)
-        self._close_retired()
 
     def end(self, segment: Segment) -> None:
         """Close `segment`, whose batches the trainer has taken or left."""
@@ -241,9 +250,11 @@ class Window:
     def may_prepare_early(self) -> bool:
         """Return whether a segment may be prepared before it is due, because another rank asks for it."""
         with self._lock:
-            newest = self._newest_submitted()
-            ahead = self._readers[self._readers.index(newest) + 1 :] if newest in self._readers else []
-            return self._failure is None and len(ahead) < _MOST_AHEAD
+            last = self._tasks[-1] if self._tasks else self._hand
+            place = (
+                0 if last is None or last.reader not in self._readers else self._readers.index(last.reader)
+            )
+            return self._failure is None and len(self._readers) - place <= _MOST_AHEAD
 
     def is_urgent(self) -> bool:
         """Return whether the trainer has nothing to take."""
@@ -263,7 +274,7 @@ class Window:
             self._errand = work, done
             self._changed.notify_all()
             while not done.done() and not wanted.cancelled.is_set:
-                self._work.wait(_WATCH_S)
+                self._work.wait(WATCH_S)
             self._errand = None
         if not done.done():
             raise Cancelled
@@ -276,7 +287,7 @@ class Window:
             if wanted.cancelled.is_set:
                 return False
             self._readers.append(reader)
-            self.wanted = Wanted(segment.next_position(), wanted.generation)
+            self.wanted = wanted.then(segment.next_position())
             self._top_up()
             self._changed.notify_all()
             return True
@@ -327,20 +338,12 @@ class Window:
         if self._hand is not None and unwanted(self._hand):
             self._hand = None
 
-    def _want(self, position: Position, generation: int) -> None:
+    def _want(self, wanted: Wanted) -> None:
         self.wanted.cancelled.set()
-        self.wanted = Wanted(position, generation)
+        self.wanted = wanted
 
     def _first(self, epoch: int) -> SegmentReader | None:
         return next((reader for reader in self._readers if reader.epoch == epoch), None)
-
-    def _has_more(self, epoch: int) -> bool:
-        """Return whether batches of `epoch` may still come into the window."""
-        return self.wanted.position.epoch <= epoch
-
-    def _newest_submitted(self) -> SegmentReader | None:
-        last = self._tasks[-1] if self._tasks else self._hand
-        return None if last is None else last.reader
 
     def _is_due(self, ahead_s: float = 0.0, step_s: float | None = None) -> bool:
         if self._failure is not None or self.wanted.position.epoch > self._epoch + 1:
@@ -362,7 +365,7 @@ class Window:
 
     def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
         """Wait until `ready`, in `epoch`; raise if a preparation failed, the trainer moved, or time is up."""
-        left_s, generation = timeout_s, self.wanted.generation
+        left_s, asked = timeout_s, self.wanted
         while True:
             if self._errand is not None and not self._errand[1].done():
                 self._lock.release()
@@ -374,15 +377,13 @@ class Window:
                 return
             if self._failure is not None and self._failure[0].epoch <= epoch:
                 self.needs_jump = True
-                _raise_from(self._failure[1])
-            if generation != self.wanted.generation or epoch < self._epoch:
+                _raise(self._failure[1])
+            jumped = (asked.job, asked.generation) != (self.wanted.job, self.wanted.generation)
+            if jumped or epoch < self._epoch:
                 raise EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
             if self.is_closed or left_s <= 0:
                 raise self._late_error(None, epoch, timeout_s)
-            began_s = time.monotonic()
-            self._changed.wait(min(left_s, _WATCH_S))
-            # Time in which the whole process was stopped (SIGSTOP) does not count.
-            left_s -= min(time.monotonic() - began_s, _WATCH_S)
+            left_s -= watched(self._changed.wait, left_s)
 
     def _late_error(self, task: Task | None, epoch: int, timeout_s: float) -> EpochError:
         """The error for a trainer that did not get `task`, or for None a segment, of `epoch`."""
@@ -407,18 +408,8 @@ class Window:
                 self._retired.remove(segment)
 
 
-def _raise(task: Task) -> None:
-    """Raise the error of `task`."""
-    error = task.error
-    del task
-    assert error is not None
-    try:
-        _raise_from(error)
-    finally:
-        del error
-
-
-def _raise_from(error: BaseException) -> None:
+def _raise(error: BaseException) -> NoReturn:
+    """Raise `error`, of the user's code or of ours."""
     try:
         if isinstance(error, StopIteration):  # as it is, it would end the epoch normally
             raise EpochError(
@@ -426,4 +417,4 @@ def _raise_from(error: BaseException) -> None:
             ) from error
         raise error
     finally:
-        del error
+        del error  # the traceback would keep it, and with it itself

@@ -185,30 +185,6 @@ def test_every_validation_of_a_fit_takes_the_whole_of_a_growing_held_out_split(
         assert held[2] <= set(validated[-1])
 
 
-@pytest.mark.parametrize("when", ["in the midst", "at the end"])
-def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
-    when: str, new_cache: NewCache, tmp_path: Path
-) -> None:
-    cache = new_cache(3, 8)
-    saving = pl.callbacks.ModelCheckpoint(
-        tmp_path / "saved", save_top_k=-1, every_n_train_steps=8 if when == "in the midst" else 0,
-        every_n_epochs=0 if when == "in the midst" else 1, filename="{step}",
-    )  # fmt: skip
-    whole = models.Model()
-    with EpochLoader(cache, 4, seed=3) as loader:
-        trainer(tmp_path, max_epochs=3, callbacks=[saving], enable_checkpointing=True).fit(whole, loader)
-    assert [len(epoch) for epoch in whole.epochs] == [6, 6, 6]
-    done = 8 if when == "in the midst" else 12
-    rest = models.Model()
-    with EpochLoader(cache, 4, seed=3) as loader:
-        resumed = trainer(tmp_path, max_epochs=3)
-        resumed.fit(rest, loader, ckpt_path=tmp_path / "saved" / f"step={done}.ckpt")
-        assert resumed.global_step == 18
-        assert loader.epoch == 2
-    steps = [batch for epoch in whole.epochs for batch in epoch]
-    assert [batch for epoch in rest.epochs for batch in epoch] == steps[done:]
-
-
 def test_a_data_module_makes_its_loaders_where_training_runs_closes_them_and_goes_on(
     new_cache: NewCache, tmp_path: Path
 ) -> None:

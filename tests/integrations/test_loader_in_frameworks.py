@@ -11,20 +11,6 @@ from tests.training.conftest import NewCache
 pytestmark = pytest.mark.e2e
 
 
-def test_an_iteration_that_nothing_was_taken_of_does_not_cost_an_epoch(new_cache: NewCache) -> None:
-    """Lightning calls `iter()` to see whether it can, and once more to begin."""
-    with EpochLoader(new_cache(2, 8), 4) as plain:
-        expected = [batch["number"].tolist() for batch in plain]
-    with EpochLoader(new_cache(2, 8), 4) as loader:
-        iter(loader)
-        for _ in range(2):
-            iter(loader)
-            assert (loader.epoch, len(loader), loader.batches_done) == (0, 4, 0)
-        batches = iter(loader)
-        assert [batch["number"].tolist() for batch in batches] == expected
-        assert loader.epoch == 1
-
-
 def test_a_resumed_epoch_that_is_begun_twice_goes_on_where_it_was(new_cache: NewCache) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4) as first:
@@ -39,17 +25,6 @@ def test_a_resumed_epoch_that_is_begun_twice_goes_on_where_it_was(new_cache: New
         again = iter(second)
         assert second.batches_done == 1
         assert [batch["number"].tolist() for batch in again] == rest
-
-
-def test_set_epoch_after_iter_is_heard_when_nothing_was_taken(new_cache: NewCache) -> None:
-    with EpochLoader(new_cache(2, 8), 4) as loader:
-        iter(loader)
-        loader.set_epoch(0)
-        next(iter(loader))
-        assert (loader.epoch, loader.batches_done) == (0, 1)
-        loader.set_epoch(5)
-        iter(loader)
-        assert loader.epoch == 5
 
 
 def test_the_samples_of_an_epoch_of_several_passes_are_those_of_all_passes(new_cache: NewCache) -> None:

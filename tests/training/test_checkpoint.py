@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cachestream import EpochLoader
 from cachestream.schema import Schema, Snapshot
 from cachestream.training.plan import OrderKind, OrderRecord, rebuild, translate
-from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache
 
 
@@ -47,21 +46,6 @@ def test_a_loader_is_saved_and_loaded_by_a_distributed_checkpoint(
             warnings.simplefilter("ignore")
             load_distributed({"loader": loader}, checkpoint_id=folder)
         assert list(stream(loader)) == rest
-
-
-def test_when_all_of_it_was_evicted_the_epoch_goes_on_with_what_is_cached(new_cache: NewCache) -> None:
-    cache = new_cache(2, 8)
-    with EpochLoader(cache, 4, epoch_size=16) as loader:
-        next(stream(loader))
-        state = loader.state_dict()
-    cache.evict(0)
-    add_shard(cache, numbered(100, 20))
-    with EpochLoader(cache, 4, epoch_size=16) as loader:
-        loader.load_state_dict(state)
-        with pytest.warns(UserWarning, match="12 samples"):
-            rest = [n for batch in stream(loader) for n in batch]
-    assert len(rest) == 12
-    assert min(rest) >= 100
 
 
 def snapshot_of(record: OrderRecord, gone: set[int]) -> Snapshot:

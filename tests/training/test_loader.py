@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-import torch
 
 from cachestream import EpochLoader
 from cachestream.schema import IntArray
@@ -25,33 +24,6 @@ in_both_ways: Final = pytest.mark.usefixtures("gathered")
 
 
 # --- moving about
-
-
-@pytest.mark.parametrize(
-    "options", [{"with_keys": True}, {"ragged": "padded"}, {"ragged": "nested"}, {"device": "cpu"}]
-)
-def test_a_peek_has_the_layout_of_the_batch(options: dict[str, Any], cache_of: Any) -> None:
-    cache = cache_of([{"x": torch.arange(i + 1), "t": f"no. {i}"} for i in range(8)], [8])
-    with EpochLoader(cache, 4, **options) as loader:
-        peeked, batch = loader.peek(), next(iter(loader))
-        assert list(peeked) == list(batch)
-        assert peeked["t"] == batch["t"]
-        assert str(peeked["x"]) == str(batch["x"])
-
-
-def test_an_exhausted_iteration_stays_exhausted(new_cache: NewCache) -> None:
-    with EpochLoader(new_cache(1, 8), 4) as loader:
-        batches = iter(loader)
-        assert len(list(batches)) == 2
-        assert list(batches) == []
-        assert loader.epoch == 1
-
-
-def test_a_sampler_leaves_the_global_random_state_alone_and_changes_every_epoch(new_cache: NewCache) -> None:
-    before = torch.random.get_rng_state()
-    with EpochLoader(new_cache(2, 8), 4, sampler=torch.utils.data.RandomSampler) as loader:
-        assert numbers(loader) != numbers(loader)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_counts_may_be_numpys(new_cache: NewCache) -> None:

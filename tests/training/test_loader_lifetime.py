@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 
 from cachestream import Cache, EpochError, EpochLoader
-from tests.support.caches import add_shard, numbered, numbers
+from tests.support.caches import numbers
 from tests.training.conftest import NewCache
 from tests.worker.support import wait_until
 
@@ -114,23 +114,6 @@ def test_an_epochs_shards_are_leased_until_it_ends_or_is_left(new_cache: NewCach
 def ours() -> list[threading.Thread]:
     """The threads of loaders, without those of other tests."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-")]
-
-
-def test_short_epochs_over_a_cache_that_stays_share_a_lease_and_are_counted_each(new_cache: NewCache) -> None:
-    cache = new_cache(3, 4)
-    with EpochLoader(cache, batch_size=4) as loader:
-        leases = set()
-        for _ in range(8):
-            leases.add(loader.dataset.snapshot.lease)
-            assert sum(1 for _ in loader) == 3
-        assert len(leases) <= 2, "more only where they take ten seconds"
-        add_shard(cache, numbered(12, 4))
-        assert [sum(1 for _ in loader) for _ in range(3)][-1] == 4
-    status = cache.status()
-    assert status.leases == 0
-    with cache.catalogue.reading() as tables:
-        uses = {row.id: row.uses for row in tables.shards()}
-    assert uses[1] == status.snapshots >= 11, "the one prepared ahead counts too"
 
 
 @pytest.mark.e2e

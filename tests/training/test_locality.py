@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream import ConfigError, EpochLoader
 from cachestream.training.plan import LocalOrder, OrderRecord, rebuild, run_length
-from tests.support.caches import add_shard, numbered
-from tests.training.conftest import NewCache, NewJob
 
 SAMPLES = st.integers(1, 3000)
 WINDOW = st.integers(1, 4000)
@@ -127,71 +122,3 @@ def test_a_record_of_it_makes_the_same_order_again() -> None:
 
 
 # --- through the loader
-
-
-def numbers(loader: EpochLoader) -> list[list[int]]:
-    return [batch["number"].tolist() for batch in loader]
-
-
-def test_an_epoch_gives_all_samples_once_and_no_two_epochs_are_alike(new_cache: NewCache) -> None:
-    with EpochLoader(new_cache(5, 16), 8, locality=20) as loader:
-        first, second = numbers(loader), numbers(loader)
-    assert sorted(n for batch in first for n in batch) == list(range(80))
-    assert sorted(n for batch in second for n in batch) == list(range(80))
-    assert first != second
-
-
-@pytest.mark.e2e
-def test_it_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(6, 16)
-
-    def begin(_: int, make: Callable[..., EpochLoader]) -> tuple[list[int], dict[str, Any]]:
-        batches = iter(loader := make(cache, 4, locality=24))
-        seen = [n for _ in range(3) for n in next(batches)["number"].tolist()]
-        return seen, loader.state_dict()
-
-    begun = new_job(2).run(begin)
-
-    def go_on(_: int, make: Callable[..., EpochLoader]) -> list[list[int]]:
-        loader = make(cache, 4, locality=24)
-        loader.load_state_dict(begun[0][1])
-        return numbers(loader)
-
-    for size in (1, 3):
-        rest = new_job(size).run(go_on)
-        seen = [n for part, _ in begun for n in part] + [n for part in rest for b in part for n in b]
-        assert sorted(seen) == list(range(96))
-        assert len({len(part) for part in rest}) == 1
-
-
-@pytest.mark.e2e
-def test_a_recorded_epoch_is_replayed(new_cache: NewCache, tmp_path: Path) -> None:
-    cache = new_cache(4, 16)
-    with EpochLoader(cache, 8, locality=20, record=tmp_path / "run") as loader:
-        trained = numbers(loader)
-        loader.state_dict()
-    add_shard(cache, numbered(64, 16))
-    with EpochLoader(cache, 8, replay=tmp_path / "run") as loader:
-        assert numbers(loader) == trained
-    with EpochLoader(cache, 4, replay=tmp_path / "run") as loader:
-        halves = numbers(loader)
-    assert [n for batch in halves for n in batch] == [n for batch in trained for n in batch]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"locality": 0}, "locality=0"),
-        ({"locality": 2.5}, "locality=2.5"),
-        ({"locality": 8, "shuffle": False}, "shuffle=True"),
-        ({"locality": 8, "weights": True}, "weights="),
-        ({"locality": 8, "sampler": [1, 2]}, "sampler="),
-        ({"locality": 8, "replay": "."}, "replay="),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together_is_refused(
-    options: dict[str, Any], message: str, new_cache: NewCache
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EpochLoader(new_cache(1, 16), 4, **options)

@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import pickle
 from pathlib import Path
 
 import pytest
 
 import cachestream as cs
 from tests.training.conftest import NewCache
-
-
-def test_the_metrics_of_a_loader_are_numbers_under_one_prefix_and_those_of_its_cache(
-    new_cache: NewCache,
-) -> None:
-    cache = new_cache(3, 8)
-    with cs.EpochLoader(cache, 4) as loader:
-        for _ in range(2):
-            assert sum(len(batch["number"]) for batch in loader) == 24
-        found = cs.metrics(loader)
-    assert all(name.startswith("cachestream/") for name in found)
-    assert all(type(value) in {int, float} and math.isfinite(value) for value in found.values())
-    expected = {
-        "epoch": 1,
-        "epoch_samples": 24,
-        "epoch_shards": 3,
-        "batches": 12,
-        "samples": 48,
-        "skipped_samples": 0,
-        "reuse_factor": 2.0,
-        "cache_samples": 24,
-        "cache_shards": 3,
-        "cache_limit_bytes": 100_000_000,
-        "fill_processes": 0,
-        "evicted_samples": 0,
-        "evicted_unused_samples": 0,
-        "epoch_waits": 0,
-    }
-    assert {name: found[f"cachestream/{name}"] for name in expected} == expected
-    assert 0 <= found["cachestream/data_wait_share"] <= 1
-    assert found["cachestream/cache_used_share"] == pytest.approx(found["cachestream/cache_bytes"] / 100e6)
-    assert pickle.loads(pickle.dumps(found)) == found
 
 
 @pytest.mark.e2e

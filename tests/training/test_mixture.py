@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,16 +152,6 @@ def test_a_small_source_is_repeated_in_new_orders_as_energons_blend_does(new_mix
         assert isinstance(report.mixture["b"], SourceStats)
         assert cs.metrics(loader)["cachestream/share_of_b"] == 0.5
         assert "a 50.0%, b 50.0%" in loader._repr_html_()
-
-
-@pytest.mark.e2e
-def test_a_function_of_the_epoch_changes_the_weights_from_epoch_to_epoch(new_mix: NewMix) -> None:
-    weights = [[1, 0], [1, 1], [1, 3]]
-    with EpochLoader(
-        new_mix(a=20, b=20), 4, mixture=lambda epoch: weights[min(epoch, 2)], with_keys=True
-    ) as loader:
-        drawn = [Counter(key[0] for batch in loader for key in batch["__key__"]) for _ in range(3)]
-    assert drawn == [{"a": 40}, {"a": 20, "b": 20}, {"a": 10, "b": 30}]
 
 
 def by_step(step: int) -> list[float]:
@@ -313,29 +302,6 @@ def test_all_ranks_together_are_exact_by_what_rank_0_says(
 
 
 @pytest.mark.e2e
-def test_an_epoch_goes_on_exactly_with_other_ranks(new_mix: NewMix, new_job: NewJob) -> None:
-    cache = new_mix(a=50, b=46)
-
-    def head(rank: int, make: Any) -> Any:
-        batches = iter(loader := make(cache, 4, mixture=[1, 2], with_keys=True))
-        taken = keys_of(islice(batches, 5))
-        return taken, loader.state_dict()
-
-    def tail(rank: int, make: Any) -> tuple[list[list[str]], int]:
-        loader = make(cache, 4, mixture=[1, 2], with_keys=True)
-        loader.load_state_dict(state)
-        return keys_of(loader), loader.state_dict()["first_step"]
-
-    taken, states = zip(*new_job(2).run(head), strict=True)
-    state = states[0]
-    (rest, first_step), *_ = new_job(1).run(tail)
-    before = [list(chain(*parts)) for parts in zip(*taken, strict=True)]
-    check_exact([*before, *rest], "ab", iter([[1, 2]] * 99), within=2)  # within 1 at whole batches of 8
-    assert len(rest) == (96 - 40) // 4
-    assert first_step == 5 + len(rest)
-
-
-@pytest.mark.e2e
 def test_caches_of_their_own_are_exact_each_by_the_weights_of_rank_0(
     new_mix: NewMix, new_job: NewJob
 ) -> None:
@@ -422,15 +388,6 @@ def test_the_users_own_errors_come_as_they_are(new_mix: NewMix) -> None:
 
     with EpochLoader(new_mix(a=8, b=8), 4, mixture=wrong) as loader, pytest.raises(KeyError):
         next(iter(loader))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"sampler": torch.utils.data.RandomSampler}, {"weights": True}, {"locality": 100}, {"shuffle": False}],
-)
-def test_other_ways_to_draw_do_not_go_together_with_a_mixture(other: dict[str, Any], new_mix: NewMix) -> None:
-    with pytest.raises(ConfigError, match=r"mixture= (and|do not|is a way to shuffle)"):
-        EpochLoader(new_mix(a=8), 4, mixture=[1], **other)
 
 
 def test_a_recorded_mixture_is_replayed_without_it(new_mix: NewMix, tmp_path: Path) -> None:

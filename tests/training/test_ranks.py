@@ -26,42 +26,6 @@ def epochs_of(loader: EpochLoader, count: int) -> Epochs:
     return found
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("own_caches", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-def test_all_ranks_make_the_same_steps_and_no_sample_comes_twice(
-    size: int, own_caches: bool, drop_last: bool, new_cache: NewCache, new_job: NewJob
-) -> None:
-    """One cache for all, or unequal caches for halves of the ranks; one of them grows meanwhile."""
-    caches = [new_cache(3, 11), new_cache(2, 9, 1000)] if own_caches else [new_cache(5, 11)] * 2
-
-    def work(rank: int, make: Callable[..., EpochLoader]) -> Epochs:
-        loader = make(caches[rank * 2 // size], 3, drop_last=drop_last)
-        found = epochs_of(loader, 3)
-        if rank == 0:
-            add_shard(caches[0], numbered(500, 11))
-        return found + epochs_of(loader, 4)
-
-    results: list[Epochs] = new_job(size).run(work)
-    for epoch in zip(*results, strict=True):
-        assert len({len(batches) for batches in epoch}) == 1
-        for step in zip(*epoch, strict=True):
-            sizes = [len(batch) for batch in step]
-            assert min(sizes) >= 1
-            assert own_caches or max(sizes) - min(sizes) <= 1
-        drawn = [n for batches in epoch for batch in batches for n in batch]
-        assert len(drawn) == len(set(drawn))
-    if not own_caches:
-        sizes = [
-            sum(len(batch) for batches in epoch for batch in batches) for epoch in zip(*results, strict=True)
-        ]
-        whole = 3 * size
-        for cached, got in ((55, sizes[0]), (66, sizes[-1])):
-            rest = cached % whole
-            assert got == cached - (rest if drop_last or rest < size else 0)
-
-
 def test_a_peek_and_a_length_after_a_break_cost_no_epoch_where_ranks_agree(
     new_cache: NewCache, new_job: NewJob
 ) -> None:
@@ -82,51 +46,6 @@ def test_a_peek_and_a_length_after_a_break_cost_no_epoch_where_ranks_agree(
     results = new_job(2).run(work)
     assert [result[:3] for result in results] == [(2, 4, 4)] * 2
     assert set(results[0][3]).isdisjoint(results[1][3])
-
-
-@pytest.mark.e2e
-def test_ranks_that_leave_epochs_early_or_jump_stay_together(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(4, 10)
-
-    def work(_: int, make: Callable[..., EpochLoader]) -> list[Any]:
-        loader = make(cache, 2)
-        found: list[Any] = [next(iter(loader))["number"].tolist() for _ in range(3)]
-        loader.set_epoch(7)
-        found += epochs_of(loader, 1)[0]
-        loader.set_epoch(1)
-        batches = iter(loader)
-        found += [next(batches)["number"].tolist() for _ in range(4)]
-        state = loader.state_dict()
-        rest = [batch["number"].tolist() for batch in batches]
-        loader.load_state_dict(state)
-        assert [batch["number"].tolist() for batch in loader] == rest
-        return found
-
-    first, second = new_job(2).run(work)
-    assert len(first) == len(second) == 17
-    assert not any(set(a) & set(b) for a, b in zip(first, second, strict=True))
-    assert first[1] == first[13]
-
-
-@pytest.mark.e2e
-def test_a_job_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(4, 12)
-
-    def head(_: int, make: Callable[..., EpochLoader]) -> tuple[list[int], dict[str, Any]]:
-        batches = iter(loader := make(cache, 4))
-        drawn = next(batches)["number"].tolist() + next(batches)["number"].tolist()
-        return drawn, loader.state_dict()
-
-    heads = new_job(2).run(head)
-
-    def tail(_: int, make: Callable[..., EpochLoader]) -> Any:
-        loader = make(cache, 4, drop_last=False)
-        loader.load_state_dict(heads[0][1])
-        return [n for batch in loader for n in batch["number"].tolist()]
-
-    for size in (1, 4):
-        tails = new_job(size).run(tail)
-        assert sorted(n for part in [h[0] for h in heads] + tails for n in part) == list(range(48))
 
 
 @pytest.mark.e2e

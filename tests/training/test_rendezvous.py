@@ -94,7 +94,7 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
     stoppable: tuple[int, int],
 ) -> None:
     pid, port = stoppable
-    line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S, 2.0))
+    line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S), 2.0)
     line.call(lambda store: store.set("there", "1"))
     assert line.call(lambda store: store.check(["there"]))
     os.kill(pid, signal.SIGSTOP)

@@ -7,18 +7,15 @@ import os
 import shutil
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cachestream import ConfigError, EpochError, EpochLoader
+from cachestream import EpochError, EpochLoader
 from cachestream.training import manifests
-from cachestream.training.manifests import EpochManifest, load_manifest, save_manifest
-from tests.support.caches import add_shard, numbered
+from cachestream.training.manifests import EpochManifest, save_manifest
 from tests.training.conftest import NewCache, NewJob
 from tests.worker.support import DEADLINE_S, wait_until
 
@@ -45,17 +42,6 @@ def test_the_rest_of_an_epoch_whose_manifest_is_gone_is_refused_and_holds_no_sha
         assert cache.status().leases == 0, refused  # which refers to all that failed
 
 
-def test_a_replay_finds_its_shards_by_content_in_another_cache(new_cache: NewCache, tmp_path: Path) -> None:
-    cache = new_cache(3, 9)
-    with EpochLoader(cache, 4, record=tmp_path / "run") as loader:
-        trained = epochs(loader, 2)
-    other = new_cache(1, 9, 500)
-    for first in (18, 0, 9):  # the same shards under other numbers, in another order
-        add_shard(other, numbered(first, 9))
-    with EpochLoader(other, 4, replay=tmp_path / "run") as loader:
-        assert epochs(loader, 2) == trained
-
-
 def test_manifests_may_lie_at_the_users_home(
     new_cache: NewCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,34 +53,6 @@ def test_manifests_may_lie_at_the_users_home(
     assert (tmp_path / "home" / "run" / "epoch-000000.json").exists()
     with EpochLoader(cache, 4, replay="~/run") as loader:
         assert epochs(loader, 1) == trained
-
-
-@pytest.mark.e2e
-def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_path: Path) -> None:
-    """An epoch that is resumed twice, with other batch sizes, and after a shard was lost."""
-    cache, folder = new_cache(4, 10), tmp_path / "run"
-    trained: list[int] = []
-    state: dict[str, Any] | None = None
-    for batch_size, steps in [(4, 3), (3, 2), (5, 100)]:
-        with EpochLoader(cache, batch_size, record=folder, drop_last=False) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _, batch in zip(range(steps), loader, strict=False):
-                    trained += batch["number"].tolist()
-                    state = loader.state_dict()
-            assert ["not cached any more" in str(warning.message) for warning in caught] == [True] * (
-                steps == 100
-            )
-        if steps == 2:
-            cache.quarantine(2, "a test")
-    manifest = load_manifest(str(folder / "epoch-000000.json"))
-    assert [(segment.done, segment.batch_size) for segment in manifest.segments] == [(0, 4), (3, 3), (5, 5)]
-    assert manifest.settings["world_size"] == 1
-    add_shard(cache, numbered(10, 10))  # the lost one again
-    with EpochLoader(cache, 1, replay=folder) as loader:
-        assert [n for batch in epochs(loader, 1)[0] for n in batch] == trained
 
 
 @pytest.mark.e2e
@@ -197,25 +155,6 @@ def test_a_forked_child_waits_for_nothing_that_its_parent_records(
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         disk.set()
         assert len(epochs(loader, 1)[0]) == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("", "no manifest"), ("{}", "no manifest"), ('{"format": "x", "version": 1}', "version")],
-)
-def test_a_file_that_is_no_manifest_is_refused(
-    text: str, says: str, new_cache: NewCache, tmp_path: Path
-) -> None:
-    path = tmp_path / "epoch-000000.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        EpochLoader(new_cache(1, 8), 4, replay=path)
-    with pytest.raises(ConfigError, match="holds no manifests"):
-        EpochLoader(new_cache(1, 8), 4, replay=tmp_path / "..")
-    with pytest.raises(ConfigError, match="cannot be made"):
-        EpochLoader(new_cache(1, 8), 4, record=path)
-    with pytest.raises(ConfigError, match="do not go together"):
-        EpochLoader(new_cache(1, 8), 4, replay=path, epoch_size=5)
 
 
 def test_a_manifest_is_json_that_names_shards_by_content(new_cache: NewCache, tmp_path: Path) -> None:

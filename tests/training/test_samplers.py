@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import data
 
-import cachestream as cs
 from cachestream import ConfigError, EpochLoader, NotEnoughSamplesError
 from cachestream.training.plan import Plan, count_batches
 from cachestream.training.samplers import evaluate, interleave
@@ -23,72 +22,8 @@ from tests.training.conftest import NewCache, NewJob
 from tests.training.plans import batch_positions
 
 
-class Strided(data.Sampler[int]):
-    """A user's sampler: every third sample, shuffled by its own seed and the epoch."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        places = np.arange(0, len(self.dataset), 3)
-        yield from np.random.default_rng(self.epoch).permutation(places).tolist()
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
-def by_half(dataset: Any) -> list[float]:
-    return [float(n >= len(dataset) // 2) for n in range(len(dataset))]
-
-
-SAMPLERS: dict[str, Callable[[Any], Any]] = {
-    "random": lambda dataset: data.RandomSampler(dataset, generator=seeded()),
-    "sequential": data.SequentialSampler,
-    "subset": lambda dataset: data.SubsetRandomSampler(range(0, len(dataset), 2), generator=seeded()),
-    "weighted": lambda dataset: data.WeightedRandomSampler(by_half(dataset), 30, generator=seeded()),
-    "with replacement": lambda dataset: data.RandomSampler(dataset, True, 20, generator=seeded()),
-    "a user's own": Strided,
-}
-BATCHED: dict[str, Callable[[Any], Any]] = {
-    "batches": lambda dataset: data.BatchSampler(data.RandomSampler(dataset, generator=seeded()), 5, True),
-    "batches with a rest": lambda dataset: data.BatchSampler(data.SequentialSampler(dataset), 5, False),
-    "batches of all sizes": lambda dataset: [
-        list(range(n, min(2 * n, len(dataset)))) for n in (1, 2, 4, 8, 16)
-    ],
-    "batches of a user's own": lambda dataset: data.BatchSampler(Strided(dataset), 2, False),
-}
-
-
 def batches_of(loader: Any) -> list[list[int]]:
     return [batch["number"].tolist() for batch in loader]
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_loader_draws_what_a_dataloader_over_the_dataset_draws(name: str, new_cache: NewCache) -> None:
-    cache, make = new_cache(4, 9), SAMPLERS[name]
-    with cache.snapshot() as dataset:
-        ordinary = data.DataLoader(dataset, 4, sampler=make(dataset), collate_fn=cs.collate, drop_last=True)
-        expected = batches_of(ordinary)
-    with EpochLoader(cache, 4, sampler=make) as loader:
-        assert batches_of(loader) == expected
-    assert expected
-
-
-@pytest.mark.parametrize("name", BATCHED)
-def test_a_batch_sampler_in_the_loader_gives_the_batches_that_it_gives_a_dataloader(
-    name: str, new_cache: NewCache
-) -> None:
-    cache, make = new_cache(4, 9), BATCHED[name]
-    with cache.snapshot() as dataset:
-        expected = batches_of(data.DataLoader(dataset, batch_sampler=make(dataset), collate_fn=cs.collate))
-    with EpochLoader(cache, 4, sampler=make) as loader:
-        assert len(loader) == len(expected)
-        assert batches_of(loader) == expected
 
 
 GAPPY: Any = [[], [0, 1], [], [2, 3], [], [], [4], [5, 6], []]
@@ -140,22 +75,6 @@ def test_a_sampler_of_batches_without_samples_is_one_that_gives_nothing(new_cach
         pytest.raises(NotEnoughSamplesError, match="0 samples make no batch"),
     ):
         next(iter(loader))
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", [*SAMPLERS, *BATCHED])
-def test_ranks_together_go_through_the_same_samples_in_the_same_order_whatever_their_number(
-    name: str, new_cache: NewCache, new_job: NewJob
-) -> None:
-    cache, make = new_cache(4, 9), {**SAMPLERS, **BATCHED}[name]
-    orders = []
-    for size in (1, 2, 4):
-        results = new_job(size).run(lambda _, loader: batches_of(loader(cache, 2, sampler=make)))
-        assert len({len(batches) for batches in results}) == 1
-        orders.append([n for step in zip(*results, strict=True) for batch in step for n in batch])
-    for order in orders[1:]:
-        assert order == orders[0][: len(order)]
-        assert len(order) > len(orders[0]) - (8 if name in SAMPLERS else 32)
 
 
 @pytest.mark.e2e

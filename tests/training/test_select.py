@@ -27,32 +27,7 @@ def thirds(columns: ShardColumns) -> Any:
     return columns["number"] % 3 == 0
 
 
-class Counted:
-    """A condition that notes the samples of each shard on which it is called."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __call__(self, columns: ShardColumns) -> Any:
-        self.seen.append(int(columns["number"][0]))
-        return thirds(columns)
-
-
 # --- what is selected
-
-
-@pytest.mark.e2e
-def test_an_epoch_has_exactly_the_samples_where_the_condition_holds(new_cache: NewCache) -> None:
-    cache = new_cache(5, 12)
-    with EpochLoader(cache, 3, where=thirds, drop_last=False) as loader:
-        assert len(loader) == 7
-        assert len(loader.dataset) == 20
-        for _ in range(2):
-            assert sorted(numbers(loader)) == list(range(0, 60, 3))
-    with cache.snapshot(where=thirds) as dataset:
-        assert len(dataset) == 20
-        assert dataset[:]["number"].tolist() == list(range(0, 60, 3))
-        assert dataset.keys() == [f"k{n}" for n in range(0, 60, 3)]
 
 
 def test_a_condition_may_ask_for_a_field_that_only_some_caches_have(new_cache: NewCache) -> None:
@@ -62,18 +37,6 @@ def test_a_condition_may_ask_for_a_field_that_only_some_caches_have(new_cache: N
 
     with new_cache(2, 12).snapshot(where=condition) as dataset:
         assert dataset[:]["number"].tolist() == list(range(0, 24, 3))
-
-
-def test_each_shard_is_evaluated_once_and_new_ones_when_they_come(new_cache: NewCache) -> None:
-    cache, condition = new_cache(3, 12), Counted()
-    with EpochLoader(cache, 2, where=condition) as loader:
-        for _ in range(3):
-            list(loader)
-        assert condition.seen == [0, 12, 24]
-        add_shard(cache, numbered(36, 12))
-        until = [sorted(numbers(loader)) for _ in range(3)]
-    assert until[-1] == list(range(0, 48, 3))
-    assert condition.seen == [0, 12, 24, 36]
 
 
 def test_a_shard_that_was_evicted_is_forgotten(new_cache: NewCache) -> None:
@@ -120,19 +83,6 @@ def test_an_epoch_size_and_min_samples_count_what_is_selected(new_cache: NewCach
     with EpochLoader(new_cache(4, 12), 2, where=thirds, epoch_size=40) as loader:
         assert sorted(set(numbers(loader))) == list(range(0, 48, 3))
         assert len(loader) == 20
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"weights": True}, {"locality": 6}, {"shuffle": False}, {"with_keys": True}]
-)
-def test_every_order_draws_the_selected_samples_once(new_cache: NewCache, options: dict[str, Any]) -> None:
-    with EpochLoader(new_cache(4, 12), 2, where=thirds, **options) as loader:
-        batches = list(loader)
-    assert sorted(numbers(batches)) == list(range(0, 48, 3))
-    for batch in batches:
-        assert (batch["x"][:, 0] == batch["number"]).all()
-        if "__key__" in batch:
-            assert batch["__key__"] == [f"k{n}" for n in batch["number"].tolist()]
 
 
 @pytest.mark.e2e
@@ -190,24 +140,6 @@ def test_a_recorded_epoch_is_replayed(new_cache: NewCache, tmp_path: Any) -> Non
         assert [numbers([batch]) for batch in loader] == before
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("own_caches", [False, True])
-def test_ranks_have_equal_lengths_and_no_sample_twice(
-    new_cache: NewCache, new_job: NewJob, own_caches: bool
-) -> None:
-    caches = [new_cache(4, 12), new_cache(3, 12, 100)] if own_caches else [new_cache(4, 12)] * 2
-
-    def work(rank: int, make: Callable[..., EpochLoader]) -> tuple[int, list[int]]:
-        loader = make(caches[rank], 2, where=thirds)
-        return len(loader), numbers(loader)
-
-    (first_length, first), (second_length, second) = new_job(2).run(work)
-    assert first_length == second_length == len(first) // 2 == len(second) // 2
-    assert not set(first) & set(second)
-    if not own_caches:
-        assert sorted(first + second) == list(range(0, 48, 3))
-
-
 def test_ranks_with_different_conditions_are_told(new_cache: NewCache, new_job: NewJob) -> None:
     cache = new_cache(4, 12)
 
@@ -220,17 +152,6 @@ def test_ranks_with_different_conditions_are_told(new_cache: NewCache, new_job: 
 
 
 # --- fields
-
-
-def test_only_the_asked_fields_are_delivered_in_the_given_order(new_cache: NewCache) -> None:
-    cache = new_cache(2, 8)
-    with EpochLoader(cache, 4, columns=["number"]) as loader:
-        batches = list(loader)
-        assert [list(batch) for batch in batches] == [["number"]] * 4
-    assert sorted(numbers(batches)) == list(range(16))
-    for columns in (["number", "x"], ["x", "number"]):
-        with EpochLoader(cache, 4, columns=columns) as loader, cache.snapshot(columns=columns) as dataset:
-            assert list(next(iter(loader))) == list(dataset[0]) == columns
 
 
 def test_of_tuples_the_asked_elements_are_delivered(cache_of: CacheOf) -> None:
@@ -253,34 +174,6 @@ def test_columns_that_are_not_asked_for_are_not_even_read(new_cache: NewCache) -
 
 
 # --- lengths
-
-
-def test_lengths_are_those_of_each_kind_of_field(cache_of: CacheOf) -> None:
-    samples = [
-        {
-            "t": torch.zeros(n % 5, dtype=torch.int64),
-            "m": torch.zeros(n % 3, 2),
-            "f": torch.zeros(7),
-            "s": "é" * n,
-            "b": b"x" * n,
-        }
-        for n in range(12)
-    ]
-    cache = cache_of(samples, [5, 3, 4])
-    even = lambda columns: columns.lengths("b") % 2 == 0  # noqa: E731
-    for where, numbers_ in ((None, range(12)), (even, range(0, 12, 2))):
-        with cache.snapshot(where=where, columns=["t"]) as dataset:
-            expected = {
-                "t": [n % 5 for n in numbers_],
-                "m": [n % 3 for n in numbers_],
-                "f": [7] * len(numbers_),
-                "s": [2 * n for n in numbers_],
-                "b": list(numbers_),
-            }
-            for name, lengths in expected.items():
-                found = dataset.lengths(name)
-                assert found.dtype == np.dtype(np.int64)
-                assert found.tolist() == lengths
 
 
 def test_lengths_of_numbers_and_unknown_fields_are_refused(new_cache: NewCache) -> None:

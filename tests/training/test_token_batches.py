@@ -77,16 +77,6 @@ def test_shuffling_keeps_batches_whole_and_neighbours_together(
         assert places == list(range(places[0], places[0] + ranks))
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_has_every_sample_within_the_budget(cache: Cache, shuffle: bool) -> None:
-    with EpochLoader(cache, 16, max_tokens={"t": 120}, shuffle=shuffle) as loader:
-        epochs = [drawn(loader) for _ in range(2)]
-        assert (epochs[0] == epochs[1]) is not shuffle
-    for batches in epochs:
-        assert sorted(n for batch in batches for n in batch) == list(range(200))
-        assert all(len(batch) <= 16 and padded(batch) <= 120 for batch in batches)
-
-
 @pytest.mark.e2e
 def test_less_is_padding_than_in_batches_of_a_fixed_size(cache: Cache) -> None:
     shares = []
@@ -95,24 +85,6 @@ def test_less_is_padding_than_in_batches_of_a_fixed_size(cache: Cache) -> None:
             shares.append(1 - sum(LENGTHS) / sum(map(padded, drawn(loader))))
     assert shares[0] < 0.1
     assert shares[1] > 0.3
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_make_the_same_steps_with_batches_of_like_length(
-    cache: Cache, new_job: NewJob, size: int
-) -> None:
-    def work(rank: int, make: Callable[..., EpochLoader]) -> tuple[int, list[list[int]]]:
-        loader = make(cache, 16, max_tokens={"t": 120})
-        return len(loader), drawn(loader)
-
-    results: list[tuple[int, list[list[int]]]] = new_job(size).run(work)
-    assert len({length for length, _ in results}) == 1
-    samples = [n for _, batches in results for batch in batches for n in batch]
-    assert len(samples) == len(set(samples)) > 200 - size * 16
-    for step in zip(*(batches for _, batches in results), strict=True):
-        longest = [max(LENGTHS[n] for n in batch) for batch in step]
-        assert max(longest) - min(longest) <= 25  # a few neighbours in a sorted window
 
 
 def test_a_shard_whose_lengths_are_damaged_is_quarantined(cache: Cache, new_job: NewJob) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -128,21 +127,6 @@ def test_the_keys_of_a_shard_are_checked_before_they_are_read(
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     lease.release()
-
-
-def test_weights_travel_in_the_state(new_cache: NewCache) -> None:
-    cache = new_cache(3, 8)
-    with EpochLoader(cache, 4, weights=True) as loader:
-        batches = iter(loader)
-        next(batches)
-        loader.update_weights(["k1"], [0.0])
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = [batch["__key__"] for batch in batches]
-    with EpochLoader(cache, 4, weights=True) as loader:
-        loader.load_state_dict(state)
-        assert loader.state_dict() == state
-        assert [batch["__key__"] for batch in loader] == rest
-        assert not keys(loader)["k1"]
 
 
 @pytest.mark.e2e

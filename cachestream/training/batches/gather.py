@@ -261,12 +261,11 @@ class FixedColumns:
         self,
         shards: IntArray,
         rows: IntArray,
-        arrays: list[np.ndarray[Any, Any]],
         outs: tuple[int, ...],
-        _keepers: object,
+        _used: object,
     ) -> None:
-        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `allocate` at `outs`, from
-        maps that are held by `_keepers`.
+        """Copy samples `rows` of `shards`, both int64 `[n]`, to the addresses `outs` of `allocate`. The call
+        holds `_used`: the maps and the memory.
         """
         if memory.in_c is not None:
             non_temporal = len(rows) * self._sample_bytes >= _NON_TEMPORAL_BYTES
@@ -274,10 +273,10 @@ class FixedColumns:
                 shards.ctypes.data, rows.ctypes.data, len(rows), self.sources, outs, non_temporal
             )
             return
-        for column, array in zip(self._columns, arrays, strict=True):
-            if array.size:
-                addresses = self._maps.fields[column.name].base[shards] + rows * column.row_bytes
-                memory.copy_rows(addresses, array.view(np.uint8).reshape(len(rows), column.row_bytes))
+        places = np.arange(len(rows))
+        for column, out in zip(self._columns, outs, strict=True):
+            sources = self._maps.fields[column.name].base[shards] + rows * column.row_bytes
+            copy_runs(sources, np.full_like(rows, column.row_bytes), out + places * column.row_bytes)
 
 
 class Gatherer:
@@ -328,7 +327,8 @@ class Gatherer:
             part = slice(start - first, stop - first)
             fixed = self.fixed.part(arrays, part.start, part.stop)
             batches.append(self._batch(fixed, shards[part], rows[part]))
-        return batches, functools.partial(self.fixed.gather, shards, rows, arrays, outs, self.maps.keepers)
+        used = self.maps.keepers, arrays
+        return batches, functools.partial(self.fixed.gather, shards, rows, outs, used)
 
     def _batch(self, fixed: Columns, shards: IntArray, rows: IntArray) -> Columns:
         columns: Columns = {}

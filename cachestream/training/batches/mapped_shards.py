@@ -8,17 +8,15 @@ as long as a reference to its map exists.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import CorruptShardError
+from cachestream.errors import CacheError, CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Schema, Snapshot
 from cachestream.shard_format import KEYS
 from cachestream.storage.shard import MappedShard, ShardColumns, ShardValues, columns_of, shard_path
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from cachestream.training.plan import Plan, SampleOrder
 
 Floats = npt.NDArray[np.float64]
-_MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
 
 
@@ -172,19 +169,15 @@ class FieldAddresses:
 
 
 class EpochMaps:
-    """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
+    """The mapped shards of one snapshot. Thread-safe.
 
-    `verified` has the ids of the shards that this process has verified, `picked` the rows of the snapshot's
-    split in shards with samples of both splits, and `lengths` the lengths of fields, and numbers that stand
-    for their shapes: all three are shared with later epochs. At most `max_open` shards are mapped at a time (the kernel limits the maps of a
-    process). `keepers` has a reference to each map: who holds this array may use the addresses, also after
-    all maps were dropped.
+    `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
+    `keepers` has a reference to each map: who holds it, or these maps, may use the addresses.
     """
 
     def __init__(self, snapshot: Snapshot, previous: EpochMaps | None = None) -> None:
         num_samples, num_shards = snapshot.num_samples, snapshot.num_shards
         self.snapshot = snapshot
-        self.max_open = _default_max_open()
         self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
         # The first shard of each run of 2**bits samples: a look-up and a step or two. A binary search among
         # thousands of shards costs ten times that in cache misses. With few samples, each one has an entry.
@@ -196,8 +189,7 @@ class EpochMaps:
             self._buckets = np.searchsorted(self.starts, firsts, side="right") - 1
         else:
             self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
-        self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
-        self.lengths: dict[str, ShardValues] = {} if previous is None else previous.lengths
+        self._values: dict[str, ShardValues] = {} if previous is None else previous._values
         # Of all epochs: a trainer may ask while the next epoch is prepared.
         self._measuring: threading.Lock = threading.Lock() if previous is None else previous._measuring
         self._rows = self._rows_of_split()
@@ -206,7 +198,6 @@ class EpochMaps:
         self.mapped = np.zeros(num_shards, np.bool_)
         self.verified: set[int] = set() if previous is None else previous.verified
         self.keepers: npt.NDArray[Any] = np.full(num_shards, None, object)
-        self._dropped = self.keepers
         self._lock = threading.Lock()
         if previous is not None:
             self._adopt(previous)
@@ -214,10 +205,6 @@ class EpochMaps:
     @property
     def all_mapped(self) -> bool:
         return bool(self.mapped.all())
-
-    @property
-    def num_mapped(self) -> int:
-        return int(np.count_nonzero(self.mapped))
 
     def varying_bytes(self) -> float:
         """Return the mean bytes of a sample's fields whose shape varies, over the mapped shards."""
@@ -245,26 +232,26 @@ class EpochMaps:
         """The length of `name` in each sample of the snapshot, int64 `[num_samples]`, and the damaged shards
         (position, error), whose samples have 0.
         """
-        with self._measuring:
-            if name not in self.lengths:
-                self.lengths[name] = ShardValues(
-                    lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0)
-                )
-            values = self.lengths[name]
-            return values.of(self.snapshot).astype(np.int64), values.damaged
+        return self._read(name, lambda shard: ShardColumns(shard).lengths(name).astype(np.int32), np.int32(0))
 
     def shape_groups(self, name: str) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
         """A number for each sample of the snapshot, int64 `[num_samples]`, equal where the shapes of `name`
         are; and the damaged shards (position, error), whose samples have 0.
         """
+        return self._read(
+            f"{name}#shapes", lambda shard: _numbers_of(ShardColumns(shard).shapes(name)), np.int64(0)
+        )
+
+    def _read(
+        self, what: str, read: Callable[[MappedShard], npt.NDArray[Any]], absent: np.generic
+    ) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
+        """The value `what` of each sample of the snapshot, which `read` gives for a shard, and the damaged shards.
+
+        Those of shards that later epochs have too are kept for them.
+        """
         with self._measuring:
-            key = f"{name}#shapes"
-            if key not in self.lengths:
-                self.lengths[key] = ShardValues(
-                    lambda shard: _numbers_of(ShardColumns(shard).shapes(name)), np.int64(0)
-                )
-            values = self.lengths[key]
-            return values.of(self.snapshot), values.damaged
+            values = self._values.setdefault(what, ShardValues(read, absent))
+            return values.of(self.snapshot).astype(np.int64), values.damaged
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
@@ -273,33 +260,22 @@ class EpochMaps:
             return snapshot.rows
         if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
             return None
-        rows: list[IntArray] = []
-        columns = (snapshot.shard_ids, snapshot.counts, snapshot.sizes)
-        for shard_id, count, size in zip(*(column.tolist() for column in columns), strict=True):
-            picked = np.arange(count, dtype=np.int64)
-            if count < size:
-                if shard_id not in self.picked:
-                    self.picked[shard_id] = _pick(snapshot, shard_id)
-                if len(self.picked[shard_id]) == count:  # otherwise `open` reports it as damaged
-                    picked = self.picked[shard_id]
-            rows.append(picked)
-        return np.concatenate(rows)
+        # A damaged shard has only its first row here; `open` reports it.
+        rows, _ = self._read("#rows", lambda shard: np.arange(shard.num_samples, dtype=np.int32), np.int32(0))
+        if len(rows) != snapshot.num_samples:
+            raise CacheError(
+                f"{snapshot.root}: its shards hold {len(rows)} samples of the split '{snapshot.split.name}', and the "
+                f"catalogue has {snapshot.num_samples}; run 'cachestream verify CACHE --repair'"
+            )
+        return rows
 
-    def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
+    def open(self, shards: IntArray) -> list[tuple[int, CorruptShardError]]:
         """Map and verify `shards` (positions) that are not mapped; return the damaged (position, error).
 
-        Above `max_open`, all maps are dropped first. All shards of a gather must be opened by one call. With
-        `ahead`, which another thread may use, no map is dropped.
+        Raises CacheError where the kernel grants the process no more maps.
         """
-        absent = _distinct(shards[~self.mapped[shards]])
-        if len(absent) and (room := self.max_open - self.num_mapped) < len(absent):
-            if ahead:
-                absent = absent[: max(0, room)]
-            else:
-                self._drop_all()
-                absent = _distinct(shards)
         damaged: list[tuple[int, CorruptShardError]] = []
-        for position in absent.tolist():
+        for position in _distinct(shards[~self.mapped[shards]]).tolist():
             try:
                 self._insert(position, self._map(int(self.snapshot.shard_ids[position])))
             except CorruptShardError as error:
@@ -322,17 +298,11 @@ class EpochMaps:
 
     def _insert(self, position: int, shard: MappedShard) -> None:
         snapshot = self.snapshot
-        count = int(snapshot.counts[position])
-        expected = count if snapshot.sizes is None else int(snapshot.sizes[position])
+        expected = int((snapshot.counts if snapshot.sizes is None else snapshot.sizes)[position])
         if shard.num_samples != expected or not self._fits(shard.schema):
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
                 f"{expected} of {snapshot.schema}; run 'cachestream verify CACHE --repair'"
-            )
-        picked = self.picked.get(int(snapshot.shard_ids[position]))
-        if self._rows is not None and picked is not None and len(picked) != count:
-            raise CorruptShardError(
-                f"{shard.path}: {len(picked)} of its samples are of the split, and not {count}"
             )
         with self._lock:
             if self.mapped[position]:
@@ -348,13 +318,6 @@ class EpochMaps:
         wanted = self.snapshot.schema
         return wanted.merge(schema.only(wanted.names)) == wanted
 
-    def _drop_all(self) -> None:
-        with self._lock:
-            self.mapped[:] = False
-            # A copy that began before the last drop may read addresses of maps made after it, so these maps
-            # stay until the next drop. It has ended then: at most two batches are opened after its own.
-            self._dropped, self.keepers = self.keepers, np.full(len(self.mapped), None, object)
-
     def _adopt(self, previous: EpochMaps) -> None:
         """Take over the maps of the shards that `previous` has too, by a few array operations."""
         mine, theirs = self.snapshot, previous.snapshot
@@ -363,26 +326,15 @@ class EpochMaps:
         _, here, there = np.intersect1d(
             mine.shard_ids, theirs.shard_ids, assume_unique=True, return_indices=True
         )
-        # Under the lock: between an address and the map behind it, `previous` may drop the map.
-        with previous._lock:
-            open_there = previous.mapped[there]
-            here, there = here[open_there], there[open_there]
-            for name, field in self.fields.items():
-                field.table[:, here] = previous.fields[name].table[:, there]
-            self.keepers[here] = previous.keepers[there]
-            self.mapped[here] = True
+        open_there = previous.mapped[there]
+        here, there = here[open_there], there[open_there]
+        for name, field in self.fields.items():
+            field.table[:, here] = previous.fields[name].table[:, there]
+        self.keepers[here] = previous.keepers[there]
+        self.mapped[here] = True
 
     def __repr__(self) -> str:
-        return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
-
-
-def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
-    """Return the rows of the snapshot's split in a shard; none if it is damaged."""
-    assert snapshot.split is not None
-    try:
-        return snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
-    except CorruptShardError:
-        return np.empty(0, np.int64)
+        return f"<EpochMaps {np.count_nonzero(self.mapped)}/{self.snapshot.num_shards} shards mapped>"
 
 
 def _item_bytes(field: Field) -> int:
@@ -414,16 +366,6 @@ def _check_offsets(shard: MappedShard, names: Container[str]) -> None:
 def _distinct(shards: IntArray) -> IntArray:
     """The sorted distinct `shards`. np.unique would load numpy.ma, 8 ms before the first batch."""
     return np.array(sorted(set(shards.tolist())), np.int64)
-
-
-@functools.cache
-def _default_max_open() -> int:
-    """A quarter of the maps that the kernel grants a process, at most `_MAX_OPEN`."""
-    try:
-        granted = int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        return _MAX_OPEN
-    return min(_MAX_OPEN, max(64, granted // 4))
 
 
 def _numbers_of(shapes: IntArray) -> IntArray:

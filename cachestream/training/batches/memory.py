@@ -4,15 +4,15 @@ Page faults on fresh memory of a batch's size take longer than the gather itself
 memory on loan, which ends when the last of them is freed, in whatever thread: no later batch uses the memory
 before that.
 
-The part in C copies, without the GIL. Where it was not built, torch's `index_select` gathers rows from a view
-of all memory in which a row begins at every byte, and numpy copies runs of bytes one by one. Only the bytes
-at the given addresses are read.
+The part in C copies, without the GIL. Where it was not built, numpy copies runs of bytes one by one. Only the
+bytes at the given addresses are read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -70,17 +70,45 @@ class _End(weakref.ref[Any]):
     buffer: _Buffer
 
 
+class PinnedMemory:
+    """The pinned memory of a pool: at most `limit_bytes` (None: no limit). Thread-safe.
+
+    torch rounds its size up to a power of two, and keeps what is freed for the next buffer of that size: so what
+    counts is the largest number of buffers of each size that were there at once.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._buffers: dict[int, weakref.WeakSet[_Buffer]] = {}
+        self._most: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def admits(self, buffer: _Buffer, num_bytes: int) -> bool:
+        """Return whether `buffer` may have `num_bytes` of it, and if so, count them."""
+        size = 1 << (num_bytes - 1).bit_length()
+        with self._lock:
+            buffers, most = self._buffers.setdefault(size, weakref.WeakSet()), self._most.get(size, 0)
+            if len(buffers) == most and self._limit_bytes is not None:
+                used_bytes = sum(each * count for each, count in self._most.items())
+                if used_bytes + size > self._limit_bytes:
+                    return False
+            buffers.add(buffer)
+            self._most[size] = max(most, len(buffers))
+            return True
+
+
 class _Buffer:
-    """Memory of a pool, pinned on demand.
+    """Memory of a pool, pinned as far as `pins` admits it.
 
     It begins 16 bytes past a multiple of 64, as numpy's large arrays do. Rows in shards begin at multiples of
     64 as a rule, and between addresses of equal alignment memcpy uses `rep movsb`, which was a fifth slower
     when several buffers of 8 MiB took turns.
     """
 
-    __slots__ = ("address", "memory", "type")
+    __slots__ = ("__weakref__", "address", "memory", "type")
 
-    def __init__(self, num_bytes: int, pinned: bool) -> None:
+    def __init__(self, num_bytes: int, pins: PinnedMemory | None) -> None:
+        pinned = pins is not None and pins.admits(self, num_bytes + 64)
         with outside_inference():
             memory = torch.empty(num_bytes + 64, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             start = (16 - memory.data_ptr()) % 64
@@ -115,14 +143,14 @@ class BufferPool:
     any step. So the free lists are deques, whose operations are atomic, and no lock is taken.
     """
 
-    def __init__(self, keep: int, *, pinned: bool = False) -> None:
+    def __init__(self, keep: int, pins: PinnedMemory | None = None) -> None:
         self._keep = keep
-        self._pinned = pinned
+        self._pins = pins
         self._free: dict[int, deque[_End]] = {}
 
     def lend(self, num_bytes: int) -> Loan:
         """Return uninitialised memory of at least `num_bytes`."""
-        if num_bytes < _SMALL_BYTES and not self._pinned:
+        if num_bytes < _SMALL_BYTES and self._pins is None:
             return Loan(_memory_type(num_bytes)())
         num_bytes = max(num_bytes, 1)
         free = self._free.get(num_bytes)
@@ -131,7 +159,7 @@ class BufferPool:
         try:
             buffer = free.pop().buffer
         except (IndexError, AttributeError):  # none, or one whose loan a signal interrupted
-            buffer = _Buffer(num_bytes, self._pinned)
+            buffer = _Buffer(num_bytes, self._pins)
         memory = buffer.type.from_address(buffer.address)
         end = _End(memory, free.append)
         end.buffer = buffer
@@ -158,17 +186,6 @@ class BufferPool:
 
 _FIRST_ADDRESS: Final = 4096  # no page is ever mapped below
 _END_ADDRESS: Final = 1 << 48  # of what processors give to programs
-_MOST_ROW_BYTES: Final = 1 << 14  # torch counts the bytes of overlapping rows in an int64
-
-
-def copy_rows(addresses: IntArray, out: Bytes) -> None:
-    """Copy the rows at `addresses`, int64 `[n]`, by torch to `out`, `[n, row_bytes]`; long ones in strips."""
-    memory, target, row_bytes = torch.from_numpy(_memory()), torch.from_numpy(out), out.shape[1]
-    for start in range(0, row_bytes, _MOST_ROW_BYTES):
-        width = min(_MOST_ROW_BYTES, row_bytes - start)
-        rows = memory.as_strided((len(memory) - width + 1, width), (1, 1))
-        wanted = torch.from_numpy(addresses + (start - _FIRST_ADDRESS))
-        torch.index_select(rows, 0, wanted, out=target[:, start : start + width])
 
 
 def copy_runs(sources: IntArray, lengths: IntArray, targets: IntArray) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from types import FunctionType, ModuleType
@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 import torch
 from torch.nested import nested_tensor_from_jagged
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 
 from cachestream import tracing
 from cachestream.errors import ConfigError
-from cachestream.training.batches.memory import BufferPool
+from cachestream.training.batches.memory import BufferPool, PinnedMemory
 
 BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
@@ -75,13 +75,14 @@ class AcceleratorTransfer(Transfer):
 
     moves: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device, keep: int) -> None:
+    def __init__(self, device: torch.device, keep: int, pinned_limit: int | None) -> None:
         super().__init__(keep)
         self.device = device
         with _on_device(device.index):  # before memory is pinned: that makes a context on the current device
             is_single = device.type == "mps"
             self._stream = _runtime.current_stream(device) if is_single else _new_stream(device)
-            self.pool = BufferPool(keep + _IN_FLIGHT, pinned=_can_pin(device))
+            pins = PinnedMemory(pinned_limit) if _can_pin(device) else None
+            self.pool = BufferPool(keep + _IN_FLIGHT, pins)
         self._in_flight: deque[tuple[torch.Event, Any]] = deque()
         self._sending = threading.Lock()  # several threads send batches
 
@@ -140,24 +141,19 @@ def _can_pin(device: torch.device) -> bool:
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return `value` with `change` applied to all tensors in its dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:  # part by part: not all operations support nested tensors
-            return nested_tensor_from_jagged(change(value.values()), change(value.offsets()))  # type: ignore[attr-defined]
-        return change(value)
-    if isinstance(value, dict):
-        return {name: map_tensors(part, change) for name, part in value.items()}
-    if isinstance(value, list):
-        return [map_tensors(part, change) for part in value]
-    if type(value) is tuple:
-        return tuple(map_tensors(part, change) for part in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(part, change) for part in value))
-    return value
+
+    def changed(part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        if part.is_nested:  # part by part: not all operations support nested tensors
+            return nested_tensor_from_jagged(change(part.values()), change(part.offsets()))  # type: ignore[attr-defined]
+        return change(part)
+
+    return tree_map(changed, value)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `value`: in mappings, sequences and sets, in the fields of dataclasses and other
-    objects, and in what is registered with torch's pytree.
+    """Yield all tensors that `value` refers to, whatever containers and objects they are in.
 
     Raises ConfigError for an iterator, which cannot be looked into: its tensors might be overwritten by the
     next copy while they are used.
@@ -170,31 +166,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 pending += [part.values(), part.offsets()]  # type: ignore[attr-defined]
             else:
                 yield part
+        elif isinstance(part, Iterator):
+            raise ConfigError(
+                f"batch_transform returned a {type(part).__qualname__}, whose tensors cannot be found: return tensors in a "
+                "dict, a list, a tuple or a dataclass"
+            )
         elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:
             seen.add(id(part))
-            pending += _parts_of(part)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, Sequence | AbstractSet | deque):
-        return value
-    if isinstance(value, Iterator):
-        raise ConfigError(
-            f"batch_transform returned a {type(value).__qualname__}, whose tensors cannot be found: return tensors in a dict, "
-            "a list, a tuple or a dataclass, or register the class with torch.utils._pytree"
-        )
-    leaves = tree_leaves(value)
-    if len(leaves) != 1 or leaves[0] is not value:
-        return leaves
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+            pending += gc.get_referents(part)
 
 
 def accelerator() -> str | None:
@@ -204,8 +183,11 @@ def accelerator() -> str | None:
     return str(torch.accelerator.current_accelerator().type) if _IS_GENERAL else "cuda"  # type: ignore[union-attr]
 
 
-def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfer:
-    """Return the transfer to `device` ("cpu" or None: host memory), for which `keep` batches may wait.
+def make_transfer(
+    device: torch.device | str | int | None, keep: int, pinned_limit: int | None = None
+) -> Transfer:
+    """Return the transfer to `device` ("cpu" or None: host memory), for which `keep` batches may wait, in up
+    to `pinned_limit` bytes of pinned memory (None: as much as they take).
 
     Raises ConfigError for a device that does not exist or is of another kind.
     """
@@ -225,4 +207,4 @@ def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfe
     index = _runtime.current_stream().device_index if given is None else given
     if index >= (count := _runtime.device_count()):
         raise ConfigError(f"device={device!r}: there is no such device, {count} of kind {kind!r} is here")
-    return AcceleratorTransfer(torch.device(kind, index), keep)
+    return AcceleratorTransfer(torch.device(kind, index), keep, pinned_limit)

@@ -41,20 +41,6 @@ def run(cache: Cache, epochs: int = 2, **options: Any) -> tuple[list[list[float]
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("transform", [None, noisy, torch.nn.Identity()], ids=["none", "noisy", "module"])
-@pytest.mark.parametrize("sampler", [None, torch.utils.data.RandomSampler])
-def test_the_loader_leaves_the_trainers_generators_alone(
-    sampler: Any, transform: Any, new_cache: NewCache
-) -> None:
-    before = states()
-    with EpochLoader(new_cache(4, 10), 4, sampler=sampler, batch_transform=transform) as loader:
-        loader.peek()
-        for _ in range(2):
-            assert sum(1 for _ in loader) == 10
-    assert states() == before
-
-
-@pytest.mark.e2e
 def test_the_draws_do_not_depend_on_the_thread(new_cache: NewCache) -> None:
     threads: set[str] = set()
     met = threading.Barrier(2)

@@ -105,33 +105,6 @@ def test_bare_arrays_can_be_stacked_by_torch(cache_of: CacheOf) -> None:
     assert batch[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.e2e
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_samples_cross_from_workers_as_they_are(cache_of: CacheOf, kind: str) -> None:
-    with cache_of([SAMPLES[kind](i) for i in range(4)], [4]).snapshot() as dataset:
-        loader = DataLoader(dataset, 4, num_workers=1, collate_fn=list, multiprocessing_context="fork")
-        (batch,) = loader
-        assert same([plain(sample) for sample in batch], [plain(dataset[i]) for i in range(4)])
-        (batch,) = DataLoader(
-            dataset, 4, num_workers=1, collate_fn=as_they_are, multiprocessing_context="forkserver"
-        )
-        assert same([plain(sample) for sample in batch], [plain(dataset[i]) for i in range(4)])
-
-
-def as_they_are(samples: Any) -> Any:
-    return samples
-
-
-@pytest.mark.parametrize(("key", "collate"), [("x", None), (None, cs.collate)])
-def test_fields_whose_shape_varies_come_as_lists(cache_of: CacheOf, key: str | None, collate: Any) -> None:
-    arrays = [np.full(i + 1, i, np.float32) for i in range(4)]
-    cache = cache_of([array if key is None else {key: array} for array in arrays], [4])
-    with cache.snapshot() as dataset:
-        (batch,) = DataLoader(dataset, 4, collate_fn=collate)
-    assert [len(x) for x in (batch if key is None else batch[key])] == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_samples_are_to_everybody_else_what_they_are(cache_of: CacheOf, kind: str) -> None:
     with cache_of([SAMPLES[kind](i) for i in range(4)], [4]).snapshot() as dataset:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import default_collate
 
 import cachestream as cs
-from cachestream import Cache, EpochDataset, EpochLoader
+from cachestream import Cache, EpochDataset
 from cachestream.schema import Schema, Snapshot
 from cachestream.training.batches import mapped_shards as maps_module
 from cachestream.training.batches import memory as memory_module
@@ -90,59 +89,6 @@ def test_long_varying_values_come_back_too(cache_of: CacheOf) -> None:
             assert all(same(value, samples[i]["x"]) for value, i in zip(whole, order, strict=True))
 
 
-@pytest.mark.parametrize(
-    "sample_of", [lambda i: (torch.full((2,), i), i, f"s{i}"), lambda i: torch.full((2,), i)]
-)
-def test_tuples_and_bare_values_come_back_as_such(sample_of: Any, cache_of: CacheOf) -> None:
-    with cache_of([sample_of(i) for i in range(6)], [4, 2]).snapshot() as dataset:
-        whole = cs.collate(dataset.__getitems__([5, 0]))
-        if isinstance(sample_of(0), tuple):
-            assert isinstance(dataset[5], tuple)
-            assert (whole[0].tolist(), whole[1].tolist(), whole[2]) == (
-                [[5, 5], [0, 0]],
-                [5, 0],
-                ["s5", "s0"],
-            )
-        else:
-            assert dataset[5].tolist() == [5, 5]
-            assert whole.tolist() == [[5, 5], [0, 0]]
-
-
-def test_the_loader_gives_the_same_layout_as_collate(cache_of: CacheOf) -> None:
-    samples = [
-        {
-            "x": random_tensor("float32", (3,), i),
-            "r": random_tensor("bfloat16", (i % 3 + 1,), i),
-            "s": f"t{i}",
-            "i": i,
-        }
-        for i in range(10)
-    ]
-    cache = cache_of(samples, [6, 4])
-    with EpochLoader(cache, 4, drop_last=False) as loader:
-        seen = []
-        for batch in loader:
-            assert (type(batch["x"]), type(batch["r"]), type(batch["s"])) == (torch.Tensor, list, list)
-            for place, i in enumerate(batch["i"].tolist()):
-                assert all(same(torch.as_tensor(batch[n][place]), samples[i][n]) for n in ("x", "r"))
-                assert batch["s"][place] == f"t{i}"
-                seen.append(i)
-        assert sorted(seen) == list(range(10))
-
-
-def test_collate_works_on_lists_of_samples_as_the_default_collate_does(cache_of: CacheOf) -> None:
-    with cache_of([sample for _, sample in numbered(0, 6)], [3, 3]).snapshot() as dataset:
-        samples = [dataset[i] for i in (4, 1)]
-        ours, theirs = cs.collate(samples), default_collate(samples)
-        assert all(same(ours[name], theirs[name]) for name in theirs)
-        assert cs.collate([(1, "a"), (2, "b")])[0].tolist() == [1, 2]
-        fixed = np.arange(6.0)
-        fixed.flags.writeable = False  # as parts of what a file was read into are: torch would warn
-        assert cs.collate([fixed, fixed[::-1]]).tolist() == [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]
-        ragged = cs.collate([torch.zeros(2), torch.zeros(3)])
-        assert [len(value) for value in ragged] == [2, 3]
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("in_c", [True, False])
 @given(st.data())
@@ -166,26 +112,6 @@ def test_numbers_are_read_from_addresses_that_are_multiples_of_nothing() -> None
     begin = np.frombuffer(memory, np.uint8).ctypes.data + 5
     assert read_numbers(begin + 8 * np.array([7, 0, 7]), 2).tolist() == [[7, 8], [0, 1], [7, 8]]
     assert read_numbers(np.empty(0, np.int64), 3).shape == (0, 3)
-
-
-@pytest.mark.e2e
-def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cache: NewCache) -> None:
-    cache = new_cache()
-    for shard in range(12):
-        add_shard(cache, numbered(shard * 3, 3))
-    snapshot, lease = cache.take_snapshot()
-    maps = EpochMaps(snapshot)
-    maps.max_open = 4
-    gatherer = Gatherer(maps, BufferPool(2))
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        samples = rng.integers(0, 36, 3)
-        shards, rows = maps.locate(samples)
-        assert maps.open(shards) == []
-        assert maps.num_mapped <= 4
-        columns = gatherer.gather(shards, rows)
-        assert columns["number"].tolist() == samples.tolist()
-    lease.release()
 
 
 @pytest.mark.e2e

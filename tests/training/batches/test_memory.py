@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cachestream.training.batches.memory import BufferPool
+from cachestream.training.batches.memory import BufferPool, PinnedMemory
 
 SIZE = 1 << 20
 
@@ -151,3 +151,22 @@ def test_a_signal_at_any_line_of_a_loan_costs_no_later_one() -> None:
         assert [int(tensor[0]) for tensor in tensors] == [1, 2, 3]
         del tensors
     assert lines > 40
+
+
+class Buffer:
+    """Stands for a buffer of pinned memory."""
+
+
+def test_pinned_memory_stays_below_its_limit_as_torch_keeps_it() -> None:
+    pins = PinnedMemory(10 * 1024)
+    new: Any = Buffer
+    held = [new() for _ in range(4)]
+    assert [pins.admits(buffer, 3000) for buffer in held] == [True, True, False, False]  # of 4096 bytes each
+    assert pins.admits(new(), 1025)  # exactly what is left
+    assert not pins.admits(new(), 1)
+    held.clear()
+    other = new()
+    assert not pins.admits(other, 5000)  # torch keeps the two for others of their size
+    assert pins.admits(other, 4096)
+    assert PinnedMemory(None).admits(other, 1 << 40)
+    assert not PinnedMemory(0).admits(other, 1)

@@ -46,7 +46,6 @@ def sample(number: int, lengths: tuple[int, int]) -> dict[str, Any]:
 
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12)
-RAGGED = (*(f"v_{dtype}" for dtype in DTYPES), "rows", "image", "long", "text", "data")
 
 
 def as_samples(value: Any) -> list[torch.Tensor]:
@@ -106,23 +105,6 @@ def test_every_field_holds_what_the_lists_hold(
 
 def ragged_cache(cache_of: CacheOf) -> Cache:
     return cache_of([sample(i, (i % 7, i % 4)) for i in range(24)], [10, 1, 13])
-
-
-@pytest.mark.e2e
-def test_a_loader_gives_padded_fields_with_their_lengths_and_strings_as_ever(cache_of: CacheOf) -> None:
-    cache = ragged_cache(cache_of)
-    with EpochLoader(cache, 6, seed=3) as listed, EpochLoader(cache, 6, seed=3, ragged="padded") as padded:
-        for plain, batch in zip(listed, padded, strict=True):
-            assert set(batch) == set(plain)
-            assert batch["text"] == plain["text"]
-            assert torch.equal(batch["fixed"], plain["fixed"])
-            values, lengths = batch["v_int64"]
-            assert values.shape == (6, int(lengths.max()))
-            assert lengths.dtype == torch.int64
-            assert batch["image"].lengths.tolist() == [list(image.shape) for image in plain["image"]]
-            for name in set(RAGGED) - {"text"}:
-                for part, expected in zip(as_samples(batch[name]), plain[name], strict=True):
-                    assert same(part, as_tensor(expected))
 
 
 def test_a_mapping_names_fields_and_those_come_as_named_also_while_they_have_one_shape(
