@@ -40,6 +40,7 @@ from cachestream.sources.decode.images import (
     decode_image,
     decode_raw_image,
     loss_of,
+    stack_images,
 )
 from cachestream.sources.decode.table_columns import ColumnOptions, same_columns, table_rows, usable_rows
 from cachestream.sources.decode.values import (

@@ -9,8 +9,10 @@
 | (nested) list, fixed-size list, tensor of numbers, decimals or times | an array |
 | struct | one field for each member, "column.member" |
 | struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
+| list of such structs, list of binary | decoded images of one size, uint8 `[N, 3, H, W]`; nulls are left out |
+| list of structs that hold binary | a list for each member, "column.member" |
 | other lists, map | JSON text, with the numbers above in place of decimals and times |
-| lists and maps that hold binary | refused |
+| other lists and maps that hold binary | refused |
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.decode.images import decode_image
+from cachestream.sources.decode.images import decode_image, stack_images
 from cachestream.sources.decode.values import decode_with, looks_like_image, named_decoder
 from cachestream.transport import object_limit
 
@@ -114,6 +116,18 @@ class Columns:
                 for member, part in members
                 for key, values in self._fields(f"{name}.{member.name}", part).items()
             }
+        if is_split(types, kind):
+            flat, lists = array.flatten(), _list_offsets(self._arrow, array)
+            parts = zip(kind.value_type, flat.flatten(), strict=True)
+            return {
+                key: values
+                for member, part in parts
+                for key, values in self._fields(
+                    f"{name}.{member.name}", self._arrow.LargeListArray.from_arrays(lists, part)
+                ).items()
+            }
+        if _holds_files(types, kind) and self._decode_images and self._decoders.get(name) is not bytes:
+            return {name: self._checked(name, array, self._image_lists(name, array))}
         return {name: self._checked(name, array, self._plain(name, array))}
 
     def _checked(self, name: str, array: Any, values: Values) -> Values:
@@ -189,6 +203,15 @@ class Columns:
                 found.append(bytes(data))
         return found
 
+    def _image_lists(self, name: str, array: Any) -> Values:
+        """Return the decoded images in the lists of a column: an array for each row."""
+        files = array.flatten()
+        if is_image_struct(self._arrow.types, files.type):
+            files = files.field("bytes")
+        images = [self._image(name, data) for data in _buffers(files)]
+        ends = np.cumsum(_numbers(self._arrow.compute.list_value_length(array))).tolist()
+        return [_stacked(name, images[first:last]) for first, last in itertools.pairwise([0, *ends])]
+
     def _image(self, name: str, data: memoryview | None) -> Any:
         if data is None:
             return None
@@ -196,6 +219,22 @@ class Columns:
             return decode_with(self._decoders.get(name, self._decode), data, "image", f"column '{name}'")
         except SampleError as error:
             return Unusable(str(error))
+
+
+def _stacked(name: str, images: list[Any]) -> Any:
+    """Return the images of a row as one array; Unusable for the first that is."""
+    try:
+        found = [image for image in images if image is not None]
+        return next((one for one in found if isinstance(one, Unusable)), None) or stack_images(found)
+    except ValueError as error:
+        return Unusable(f"column '{name}' holds {error}")
+
+
+def _list_offsets(arrow: Any, array: Any) -> Any:
+    """Return where each list of a column begins in its flat values, null for a null list, and the end."""
+    ends = np.cumsum(_numbers(arrow.compute.list_value_length(array)), dtype=np.int64)
+    is_null = np.append(~np.asarray(array.is_valid()), False)
+    return arrow.array(np.concatenate([[0], ends]), arrow.int64(), mask=is_null)
 
 
 # --- types -------------------------------------------------------------------------------------
@@ -224,6 +263,19 @@ def is_image_struct(types: Any, kind: Any) -> bool:
         and _is_binary(types, kind.field("bytes").type)
         and (_is_text(types, kind.field("path").type) or types.is_null(kind.field("path").type))
     )
+
+
+def _holds_files(types: Any, kind: Any) -> bool:
+    """Return whether `kind` is that of lists of binary, or of Hugging Face's images."""
+    is_list = _is_list(types, kind)
+    return is_list and (_is_binary(types, kind.value_type) or is_image_struct(types, kind.value_type))
+
+
+def is_split(types: Any, kind: Any) -> bool:
+    """Return whether `kind` is that of lists of structs that hold binary: a list for each member."""
+    if not _is_list(types, kind) or not types.is_struct(kind.value_type) or _holds_files(types, kind):
+        return False
+    return any(_is_binary(types, leaf) for leaf in _leaves(types, kind))
 
 
 def _is_text(types: Any, kind: Any) -> bool:
