@@ -93,7 +93,7 @@ def test_lists_of_structs_with_images_are_a_list_for_each_member(tmp_path: Path)
     assert [json.loads(one["page.text"]) for one in samples] == [["t0", "t1"], ["t0"]]
     assert [one["page.at"].tolist() for one in samples] == [[0, 1], [0]]
     assert "row 2: column 'page" in said
-    with pytest.raises(cs.ConfigError, match="several columns become the field 'page.text'"):
+    with pytest.raises(cs.ConfigError, match=r"several columns become the field 'page\.text'"):
         cs.open_source(parquet(tmp_path, **{"page": pa.array(rows, kind), "page.text": ["a", "b"]}))
 
 
