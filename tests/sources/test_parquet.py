@@ -258,6 +258,7 @@ def wide_table(rows: int, seed: int = 0) -> Any:
     )
 
 
+@pytest.mark.e2e
 def test_only_the_chosen_columns_are_fetched(tmp_path: Path, fetched: list[int]) -> None:
     pq.write_table(wide_table(2000), tmp_path / "a.parquet", row_group_size=500, compression="none")
     source = ParquetSource(tmp_path, columns=["small", "other"])

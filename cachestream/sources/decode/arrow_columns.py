@@ -416,52 +416,49 @@ def nested(arrow: Any, array: Any, name: str) -> Values:
 
     A row is unusable if its lists are of unequal lengths at one depth, or if they hold a null.
     """
-    lengths: list[npt.NDArray[np.int64]] = []
-    ends: list[npt.NDArray[np.int64]] = []
-    null_positions: list[npt.NDArray[np.int64]] = []  # the positions of nulls at each depth
+    if (shape := _shape_of_all(arrow, array)) is not None:
+        return _flat_numbers(arrow, array).reshape(len(array), *shape)
+    inner = array.type.value_type
+    if not _is_list(arrow.types, inner) and not array.flatten().null_count:
+        ends = np.cumsum(_numbers(arrow.compute.list_value_length(array))).tolist()
+        values = _flat_numbers(arrow, array)
+        return [values[first:last] for first, last in itertools.pairwise([0, *ends])]
+    return [_row_array(arrow, array.slice(row, 1), name) for row in range(len(array))]
+
+
+def _shape_of_all(arrow: Any, array: Any) -> tuple[int, ...] | None:
+    """Return the lengths of the lists at each depth; None if they differ, or if the lists hold a null."""
+    shape = list[int]()
     while _is_list(arrow.types, array.type):
-        if lengths:
-            null_positions.append(_null_positions(array))
-        length = _numbers(arrow.compute.list_value_length(array)).astype(np.int64)
-        lengths.append(length)
-        ends.append(np.concatenate([[0], np.cumsum(length)]))
+        lengths = _numbers(arrow.compute.list_value_length(array))
+        if len(lengths) and (lengths != lengths[0]).any():
+            return None
+        shape.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()
-    null_positions.append(_null_positions(array))
-    values = _numbers(_as_numbers(arrow, array))
-    bad = _rows_at(null_positions, ends)
-    if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
-        return values.reshape(
-            [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
-        )
-    if len(ends) == 1:
-        rows: list[Any] = [values[first:last] for first, last in itertools.pairwise(ends[0].tolist())]
-    else:
-        rows = [_row_array(values, lengths, ends, row, name) for row in range(len(lengths[0]))]
-    for row in bad:
-        rows[row] = Unusable(f"column '{name}' holds a null")
-    return rows
+        if array.null_count:
+            return None
+    return tuple(shape)
 
 
-def _row_array(
-    values: npt.NDArray[Any],
-    lengths: list[npt.NDArray[np.int64]],
-    ends: list[npt.NDArray[np.int64]],
-    row: int,
-    name: str,
-) -> Any:
-    """Return the array of one row, cut out of the flat `values` of all rows."""
-    shape = []
-    first, last = row, row + 1
-    for length, end in zip(lengths, ends, strict=True):
-        inside = length[first:last]
-        if len(inside) and (inside != inside[0]).any():
+def _flat_numbers(arrow: Any, array: Any) -> npt.NDArray[Any]:
+    while _is_list(arrow.types, array.type):
+        array = array.flatten()
+    return _numbers(_as_numbers(arrow, array))
+
+
+def _row_array(arrow: Any, row: Any, name: str) -> Any:
+    """Return the array of a column of one row."""
+    if (shape := _shape_of_all(arrow, row)) is not None:
+        return _flat_numbers(arrow, row).reshape(shape)
+    while not row.flatten().null_count:
+        row = row.flatten()
+        lengths = _numbers(arrow.compute.list_value_length(row))
+        if (lengths != lengths[0]).any():
             return Unusable(
-                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no "
+                f"column '{name}' holds lists of {lengths.min()} to {lengths.max()} values, which make no "
                 "array: choose others with columns=[…]"
             )
-        shape.append(int(inside[0]) if len(inside) else 0)
-        first, last = int(end[first]), int(end[last])
-    return values[first:last].reshape(shape)
+    return Unusable(f"column '{name}' holds a null")
 
 
 def _tensors(flat: Values, shape: tuple[int, ...], order: Sequence[int] | None) -> Values:
@@ -478,14 +475,3 @@ def _null_positions(array: Any) -> npt.NDArray[np.int64]:
     if not array.null_count:
         return np.empty(0, np.int64)
     return np.flatnonzero(~np.asarray(array.is_valid()))
-
-
-def _rows_at(null_positions: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
-    """Return the rows that hold the elements at the positions `null_positions` of each depth."""
-    rows: set[int] = set()
-    for depth, places in enumerate(null_positions):
-        found = places
-        for end in reversed(ends[: depth + 1]):
-            found = np.searchsorted(end, found, side="right") - 1
-        rows.update(found.tolist())
-    return rows
