@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -40,12 +40,12 @@ from cachestream.sources.api import (
     check_encoding,
     check_mapping,
     decode_fields,
+    decode_json_value,
     decode_with,
     extension_of,
     fingerprint_of,
     guard_user_code,
     is_image,
-    json_field,
     kind_of,
     loss_of,
     named_decoder,
@@ -130,8 +130,13 @@ class FilesFormat(Format):
             beside = self._beside(file)
             yield "", found | (beside | label if callable(self.label) else label | beside)
 
-    def _decoded(self, file: File, field: str) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the fields of a file, whose value is `field` unless it has fields of its own."""
+    def _decoded(
+        self, file: File, field: str, *, as_one: bool = False
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the fields of a file, whose value is `field` unless it has fields of its own.
+
+        Those of each object of an array in JSON; `as_one`: the array's text.
+        """
         data = file.whole()
         extension = extension_of(file.key)
         if file.is_web and not extension and _is_index_page(data):
@@ -142,6 +147,8 @@ class FilesFormat(Format):
         if (decoder := self._decoders.get(field)) is not None:
             return {field: decode_with(decoder, data, f"{extension} file ({kind})", file.where)}
         found = decode_fields(data, extension, file.where, self.images, self._encoding)
+        if as_one and isinstance(found, list):
+            return {field: decode_json_value(data)}
         return {field: found[kind]} if isinstance(found, dict) and found.keys() == {kind} else found
 
     def _beside(self, file: File) -> dict[str, Any]:
@@ -151,8 +158,7 @@ class FilesFormat(Format):
             beside = file.beside(partner.name_for(file.name))
             if partner.field in self.optional and not beside.exists():
                 continue
-            found = self._decoded(beside, partner.field)
-            fields |= found if isinstance(found, dict) else {partner.field: json_field(found)}
+            fields |= cast(dict[str, Any], self._decoded(beside, partner.field, as_one=True))
         if self.metadata is not None:
             fields |= self.metadata.of(file.name)
         return fields
@@ -193,10 +199,17 @@ class FileSource(FilesSource):
     wildcards: images, if they are a tenth as many as any other kind, else the most frequent kind. The number
     of files left out is logged. extensions="*" keeps all, for a transform that makes their samples alike.
 
+    Of folders and wildcards, files that belong together are one sample, if they do for half of the samples at least,
+    which is logged: files of one name (`1.png`, `1.txt`, `1.json`, `1.npy`, `1_mask.png`), those in parallel folders
+    (`images/1.png`, `masks/1.png`), and the columns of a `metadata.jsonl` or `.csv` whose "file_name" names them. The
+    fields are "text", "array", "mask", …, and those of the object and the table. A sample is skipped and counted if
+    one of its files is missing and `fields` has no default for it. extensions="*" keeps files apart.
+
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
     text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
     `ImageOptions`. decoders: `{"image": "index"}` keeps the values of images as they are stored, `[H, W]`:
-    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file.
+    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file. Any field of
+    files that belong together may be named, such as "mask".
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
     listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
@@ -408,8 +421,8 @@ def _keep_samples(files: FileList, together: Together) -> int:
         listed = "the first " if files.is_open else ""
         logger.warning(
             "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
-            "to read several kinds, as samples of their own, name them with extensions=; to give each sample what another "
-            "file says of it, such as a text, give label= a function of its path",
+            "to read several kinds, name them with extensions=; to give each sample what another file says of it, such as "
+            "a text, give label= a function of its path",
             files.shown,
             _KIND_NAMES[kind],
             len(left_out),

@@ -96,9 +96,9 @@ def test_a_caption_beside_an_image_comes_with_it(
 def test_objects_in_a_list_beside_an_image_are_its_json_text(tmp_path: Path) -> None:
     images(tmp_path, NAMES)
     for i in range(4):
-        (tmp_path / f"{i}.json").write_text(json.dumps([{"box": i}, {"box": 9}]))
+        (tmp_path / f"{i}.json").write_text(json.dumps([{"box": [i, 1]}, {"box": [9]}]))
     found, _ = read(cs.open_source(tmp_path))
-    assert json.loads(found["3.png"]["json"]) == [{"box": 3}, {"box": 9}]
+    assert json.loads(found["3.png"]["json"]) == [{"box": [3, 1]}, {"box": [9]}]
 
 
 @pytest.mark.parametrize(
