@@ -70,9 +70,11 @@ class Partner:
 
     def claims(self, name: str) -> bool:
         """Return whether `name` is that of a file that belongs to another one."""
-        return name.endswith(f"{self.end}{self.extension}") and (
-            self.folder is None or self.folder[1] in name.split("/")[:-1]
-        )
+        if not name.endswith(self.extension) or (
+            self.end and not os.path.splitext(name)[0].endswith(self.end)
+        ):
+            return False
+        return self.folder is None or f"/{self.folder[1]}/" in f"/{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,10 @@ class Together:
 
     def belongs(self, name: str) -> bool:
         """Return whether the file `name` belongs to others."""
-        return name in self.tables or any(partner.claims(name) for partner in self.partners)
+        for partner in self.partners:  # of millions of names: without a generator
+            if partner.claims(name):
+                return True
+        return name in self.tables
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -113,7 +118,9 @@ def names_to_compare(files: FileList) -> list[str]:
                 if _usual_level(folder.rpartition("/")[2]):
                     found += next(files.more(f"{folder}/")).names
         return found
-    taken = Counter[str]()
+    taken = Counter(_usual_level(name.rpartition("/")[0]) for name in found)
+    if not any(taken):
+        return found
     for name in islice(files.names, MOST_COMPARED, None):
         level = _usual_level(name.rpartition("/")[0])
         if level and taken[level] < MOST_COMPARED:
