@@ -20,7 +20,7 @@ ACCURACY_ARGS ?= --save
 # Packages of their own, beside ours: they add formats, and are tested with it.
 PLUGINS := plugins/cachestream-lance plugins/cachestream-video
 # What an installed copy is made from: pip builds the parts in C when it installs.
-PARTS_IN_C := cachestream/training/batches/_gather cachestream/formats/_varints
+PARTS_IN_C := cachestream/training/batches/_gather
 MADE_FROM := pyproject.toml constraints.txt setup.py $(PARTS_IN_C:=.c) $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help

@@ -1,4 +1,4 @@
-"""Builds the parts in C, where a compiler is there; everything else about the package is in pyproject.toml."""
+"""Builds the part in C, where a compiler is there; everything else about the package is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 WITHOUT = (
-    "cachestream is installed without its parts in C: all of it works, but what moves rows into batches shares the "
-    "interpreter with the training loop, and integers in TFRecords are read more slowly. To have them built, install "
-    "a C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev), then install cachestream "
-    "again."
+    "cachestream is installed without its part in C: all of it works, but what moves rows into batches shares the "
+    "interpreter with the training loop. To have it built, install a C compiler and Python's headers (Debian: "
+    "apt-get install gcc libc6-dev python3-dev), then install cachestream again."
 )
 
 
@@ -31,10 +30,7 @@ def extension(name: str) -> Extension:
     )
 
 
-EXTENSIONS = [
-    extension("cachestream.training.batches._gather"),
-    extension("cachestream.formats._varints"),
-]
+EXTENSIONS = [extension("cachestream.training.batches._gather")]
 
 
 class BuildWhatCanBe(build_ext):
@@ -51,7 +47,7 @@ class BuildWhatCanBe(build_ext):
 
 
 class TellWhatIsThere(bdist_wheel):
-    """Builds before the wheel gets its tag: without its parts in C it is a wheel for every Python and machine."""
+    """Builds before the wheel gets its tag: without its part in C it is a wheel for every Python and machine."""
 
     def run(self) -> None:
         # What an earlier build left there, of files that are gone by now, would be packed as well.

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
+from cachestream.formats.together import (
+    Metadata,
+    Partner,
+    Together,
+    names_to_compare,
+    partners_in,
+    tables_in,
+)
 from cachestream.sources.api import (
     Buffer,
     ConfigError,
@@ -29,10 +35,12 @@ from cachestream.sources.api import (
     SampleError,
     Size,
     SourceError,
+    SourceUnavailableError,
     Url,
     check_encoding,
     check_mapping,
     decode_fields,
+    decode_json_value,
     decode_with,
     extension_of,
     fingerprint_of,
@@ -54,14 +62,6 @@ _KIND_NAMES: Final = {
     "data": "files as bytes",
 }
 _INDEX_HEAD_BYTES: Final = 512
-# The usual names of folders of images and of what belongs to them, and of the ends of such files' names.
-_PAIRED_FOLDERS: Final = re.compile(
-    "(jpeg)?images?|imgs?|photos?|frames?|inputs?|rgb|masks?|segs?|segmentation.*|annotations?|labels?|gt|targets?|"
-    "captions?|texts?",
-    re.IGNORECASE,
-)
-_PAIRED_ENDING: Final = re.compile("[._-](masks?|segs?|segmentation|labels?|gt)$", re.IGNORECASE)
-_MOST_COMPARED: Final = 10_000  # files, whose names are compared
 _IMAGE_HEAD_BYTES: Final = 64 << 10
 _LOSSY: Final = (".png", ".tif", ".tiff")  # the endings of what depth and masks are kept in
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
@@ -87,6 +87,9 @@ class FilesFormat(Format):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
         self._encoding, self.images, self.label = check_encoding(encoding), images, label
         self.label_index: Mapping[str, int] = {}
+        self.partners: tuple[Partner, ...] = ()
+        self.metadata: Metadata | None = None
+        self.optional: frozenset[str] = frozenset()  # fields that have a default
         self.labels: Labels | None = None
         labelled = fingerprint_of(label) if callable(label) else label
         self.identity = (f"label={labelled}",)
@@ -95,42 +98,70 @@ class FilesFormat(Format):
         self._decoders = {
             name: named_decoder(name, wanted, images) for name, wanted in (decoders or {}).items()
         }
-        if unknown := sorted(self._decoders.keys() - _KIND_NAMES.keys()):
-            raise ConfigError(
-                f"decoders= names the field {unknown[0]!r}: files have the fields {', '.join(_KIND_NAMES)}"
-            )
         if self._decoders:
             self.encoded += (f"decoders={sorted((decoders or {}).items())}",)
 
-    @property
-    def keeps_values(self) -> bool:
-        """True if images are not decoded to RGB."""
-        return "image" in self._decoders
+    def take_together(self, together: Together, metadata: Metadata | None) -> None:
+        """Set what belongs to each file. Raises ConfigError for a decoder of a field that there is not."""
+        self.partners, self.metadata = together.partners, metadata
+        known = (*_KIND_NAMES, *(partner.field for partner in self.partners))
+        if unknown := sorted(self._decoders.keys() - {*known}):
+            raise ConfigError(
+                f"decoders= names the field {unknown[0]!r}: files have the fields {', '.join(known)}"
+            )
+
+    def keeps_values(self, field: str) -> bool:
+        """Return whether images of a field are not decoded to RGB."""
+        return field in self._decoders
 
     def prefix(self, file: File, part: Part) -> str:
         return file.key
 
     def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
         """Yield the sample of a file, or those of a JSON array."""
-        label = self._folder_label(file)
-        data = file.whole()
-        extension = extension_of(file.key)
-        if file.is_web and not extension and _is_index_page(data):
-            raise SampleError(
-                f"{file.where}: is the server's page about a folder: end its URL with '/' to read its files"
-            )
-        found: dict[str, Any] | list[dict[str, Any]]
-        if (decoder := self._decoders.get(kind := kind_of(extension))) is not None:
-            found = {kind: decode_with(decoder, data, f"{extension} file ({kind})", file.where)}
-        else:
-            found = decode_fields(data, extension, file.where, self.images, self._encoding)
+        label, kind = self._folder_label(file), kind_of(extension_of(file.key))
+        found = self._decoded(file, kind)
         if callable(self.label):
             with guard_user_code(f"label({file.key!r})"):
                 label = {"label": self.label(file.key)}
         if isinstance(found, list):
             yield from ((f"#{number}", record | label) for number, record in enumerate(found))
         else:
-            yield "", found | label
+            beside = self._beside(file)
+            yield "", found | (beside | label if callable(self.label) else label | beside)
+
+    def _decoded(
+        self, file: File, field: str, *, as_one: bool = False
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the fields of a file, whose value is `field` unless it has fields of its own.
+
+        Those of each object of an array in JSON; `as_one`: the array's text.
+        """
+        data = file.whole()
+        extension = extension_of(file.key)
+        if file.is_web and not extension and _is_index_page(data):
+            raise SampleError(
+                f"{file.where}: is the server's page about a folder: end its URL with '/' to read its files"
+            )
+        kind = kind_of(extension)
+        if (decoder := self._decoders.get(field)) is not None:
+            return {field: decode_with(decoder, data, f"{extension} file ({kind})", file.where)}
+        found = decode_fields(data, extension, file.where, self.images, self._encoding)
+        if as_one and isinstance(found, list):
+            return {field: decode_json_value(data)}
+        return {field: found[kind]} if isinstance(found, dict) and found.keys() == {kind} else found
+
+    def _beside(self, file: File) -> dict[str, Any]:
+        """Return the fields of what belongs to a file. Raises SampleError if it is not there."""
+        fields: dict[str, Any] = {}
+        for partner in self.partners:
+            beside = file.beside(partner.name_for(file.name))
+            if partner.field in self.optional and not beside.exists():
+                continue
+            fields |= cast(dict[str, Any], self._decoded(beside, partner.field, as_one=True))
+        if self.metadata is not None:
+            fields |= self.metadata.of(file.name)
+        return fields
 
     def _folder_label(self, file: File) -> dict[str, Any]:
         """Return the label by the folder of a file, or by the manifest."""
@@ -168,10 +199,17 @@ class FileSource(FilesSource):
     wildcards: images, if they are a tenth as many as any other kind, else the most frequent kind. The number
     of files left out is logged. extensions="*" keeps all, for a transform that makes their samples alike.
 
+    Of folders and wildcards, files that belong together are one sample, if they do for half of the samples at least,
+    which is logged: files of one name (`1.png`, `1.txt`, `1.json`, `1.npy`, `1_mask.png`), those in parallel folders
+    (`images/1.png`, `masks/1.png`), and the columns of a `metadata.jsonl` or `.csv` whose "file_name" names them. The
+    fields are "text", "array", "mask", …, and those of the object and the table. A sample is skipped and counted if
+    one of its files is missing and `fields` has no default for it. extensions="*" keeps files apart.
+
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
     text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
     `ImageOptions`. decoders: `{"image": "index"}` keeps the values of images as they are stored, `[H, W]`:
-    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file.
+    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file. Any field of
+    files that belong together may be named, such as "mask".
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
     listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
@@ -202,6 +240,7 @@ class FileSource(FilesSource):
         decoders: Mapping[str, str] | None = None,
     ) -> None:
         format = FilesFormat(label, ImageOptions(resize, crop), encoding, decoders)  # noqa: A001
+        format.optional = frozenset(fields or ())
         if isinstance(urls, FileList):  # `open_source` has listed them
             files = copy.copy(urls)
         else:
@@ -214,9 +253,13 @@ class FileSource(FilesSource):
                 labelled=True,
                 first_names=first_names,
             )
-        self._left_out = _keep_one_kind(files)
+        together, metadata = Together(""), None
+        if files.in_folders and extensions != "*":
+            together, metadata = _find_together(files, fields)
+        format.take_together(together, metadata)
+        self._left_out = _keep_samples(files, together)
+        format.encoded += together.identity
         super().__init__(format, files, fields=fields)
-        self._warn_of_partners()
         if label == "folder":
             format.labels = self._files.labels
         self._label_names = () if format.labels is None else format.labels.names
@@ -230,45 +273,29 @@ class FileSource(FilesSource):
         return (where, *form.identity, *filters, *images, *self._defaults.identity, *form.encoded)
 
     def _warn_of_loss(self) -> None:
-        """Log a warning if the first file is an image whose values are not kept whole, as depth and masks.
+        """Log a warning if the first file is an image whose values are not kept whole, as depth and masks,
+        or one that belongs to it.
 
         Of remotes, whose files are not read here, nothing is said.
         """
         first = File(self._files, 0, self._kept)
-        if self.format.keeps_values or not first.is_local or extension_of(first.key) not in _LOSSY:
-            return
-        try:
-            with first.stream() as stream:
-                loss = loss_of(stream.read(_IMAGE_HEAD_BYTES))
-        except SourceError:  # the read will report it
-            return
-        if loss:
-            logger.warning(
-                "%s %s; to keep the values of depth images and masks, give decoders={'image': 'index'}",
-                first.where,
-                loss,
-            )
-
-    def _warn_of_partners(self) -> None:
-        """Warn of files that most likely belong together, such as an image and its mask or its text."""
-        keys = list(map(self._files.key_of, self._files.names[:_MOST_COMPARED]))
-        together: dict[tuple[str, str], list[str]] = {}
-        for key in keys:
-            together.setdefault(_name_of_pair(key), []).append(key)
-        pairs = [found for found in together.values() if len(found) > 1]
-        count = sum(map(len, pairs))
-        if 10 * count > len(keys):
-            logger.warning(
-                "%s: %d of the %s%d files seem to belong to another one, as %s to %s, and are samples of their own all "
-                "the same; to make one sample of both, open the files of one kind alone, with label= a function of "
-                "the path that returns what the other file holds (a mask, a text), or write both into tars, under one name",
-                self._files.shown,
-                count - len(pairs),
-                "first " if len(keys) < len(self._files) or self._files.is_open else "",
-                len(keys),
-                pairs[0][1],
-                pairs[0][0],
-            )
+        named = {kind_of(extension_of(first.key)): first}
+        named |= {one.field: first.beside(one.name_for(first.name)) for one in self.format.partners}
+        for field, file in named.items():
+            if self.format.keeps_values(field) or not file.is_local or extension_of(file.key) not in _LOSSY:
+                continue
+            try:
+                with file.stream() as stream:
+                    loss = loss_of(stream.read(_IMAGE_HEAD_BYTES))
+            except SourceError:  # the read will report it
+                continue
+            if loss:
+                logger.warning(
+                    "%s %s; to keep the values of depth images and masks, give decoders={%r: 'index'}",
+                    file.where,
+                    loss,
+                    field,
+                )
 
     def _labelled_folders(self) -> set[str]:
         """Return the names of the folders that hold files with a label; "" for the root.
@@ -287,7 +314,8 @@ class FileSource(FilesSource):
         return {folder.rpartition("/")[2] for folder in found}
 
     def _label_by(self, folders: set[str]) -> None:
-        self._label_names = tuple(sorted(folders)) if folders != {""} else ()
+        folders = folders - {one.folder[0] for one in self.format.partners if one.folder is not None}
+        self._label_names = tuple(sorted(folders)) if folders - {""} else ()
         self.format.label_index = {name: index for index, name in enumerate(self._label_names)}
 
     @property
@@ -343,42 +371,72 @@ class FileSource(FilesSource):
         return f"<FileSource {self._files.shown}, {len(self._files):,} files{more}{left_out}>"
 
 
-def _keep_one_kind(files: FileList) -> int:
-    """Leave out the files of other kinds than the one to read; return their number, which is logged."""
-    counts = files.kinds() if files.is_searched else Counter[str]()
-    if len(counts) < 2:
-        return 0
-    kind = chosen_kind(counts)
-    left_out, example = files.keep_only(kind)
+def _find_together(files: FileList, fields: Mapping[str, Any] | None) -> tuple[Together, Metadata | None]:
+    """Return what belongs to the files of a folder, by their names, which is logged; and its metadata."""
+    tables, metadata = tables_in(files), None
+    if tables:
+        try:
+            metadata = Metadata(files, tables, fields)
+            metadata = metadata if metadata.names_files else None
+        except SourceUnavailableError:
+            raise
+        except (ConfigError, SourceError):  # a table of something else
+            metadata = None
+    tables = tables if metadata is not None else ()
+    names = [name for name in names_to_compare(files) if name not in tables]
+    kind, partners = partners_in(names)
+    if not partners and not tables:
+        return Together(""), None
+    together = Together(
+        kind or chosen_kind(Counter(kind_of(extension_of(name)) for name in names)), partners, tables
+    )
+    example = next(filter(together.is_sample, names), files.names[0])
+    logger.warning(
+        "%s: files that belong together are one sample: %s and %s; to read each file as a sample of its own, give "
+        "extensions='*'",
+        files.shown,
+        example,
+        ", ".join([*(f"{one.name_for(example)} as {one.field!r}" for one in partners), *tables]),
+    )
+    return together, metadata
+
+
+def _keep_samples(files: FileList, together: Together) -> int:
+    """Leave out the files of other kinds than the one to read, and those that belong to others.
+
+    Return the number of the former, which is logged.
+    """
+    if together.partners or together.tables:
+        keep, kind = together.is_sample, together.kind
+        if files.is_open and not any(map(keep, files.names)):
+            files.complete()
+    else:
+        counts = files.kinds() if files.is_searched else Counter[str]()
+        if len(counts) < 2:
+            return 0
+        kind = chosen_kind(counts)
+        keep = Together(kind).is_sample
+    left_out = [key for key in files.keep_only(keep) if not together.belongs(key)]
     if left_out:
         listed = "the first " if files.is_open else ""
         logger.warning(
             "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
-            "to read several kinds, as samples of their own, name them with extensions=; to give each sample what another "
-            "file says of it, such as a text, give label= a function of its path",
+            "to read several kinds, name them with extensions=; to give each sample what another file says of it, such as "
+            "a text, give label= a function of its path",
             files.shown,
             _KIND_NAMES[kind],
-            left_out,
+            len(left_out),
             listed,
-            left_out + len(files),
-            example,
+            len(left_out) + len(files),
+            left_out[0],
         )
-    return left_out
+    return len(left_out)
 
 
 def chosen_kind(counts: Counter[str]) -> str:
     """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
     most, count = counts.most_common(1)[0]
     return "image" if 10 * counts["image"] >= count else most
-
-
-def _name_of_pair(key: str) -> tuple[str, str]:
-    """Return what the keys of an image and of its mask or text have in common: "images/1.jpg",
-    "masks/1_mask.png".
-    """
-    folder, _, name = key.rpartition("/")
-    folders = ("*" if _PAIRED_FOLDERS.fullmatch(one) else one for one in folder.split("/"))
-    return "/".join(folders), _PAIRED_ENDING.sub("", os.path.splitext(name)[0])
 
 
 def _takes_label(key: str) -> bool:

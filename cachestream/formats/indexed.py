@@ -130,7 +130,7 @@ def check_file_name(name: Any) -> str:
     """
     parts = str(name).replace("\\", "/").split("/")
     if not isinstance(name, str) or {"..", ""} & {*parts} or "::" in name or not name.isprintable():
-        raise ValueError(f"the file name {str(name)[:100]!r}, which leads out of the folder")
+        raise ValueError(f"a file name leads out of the folder: {json.dumps(str(name)[:100])}")
     return name
 
 

@@ -51,6 +51,7 @@ from cachestream.sources.api import (
     decode_raw_image,
     decompressed,
     require,
+    stack_images,
 )
 
 MAX_COLUMNS: Final = 10_000
@@ -353,11 +354,9 @@ def decode_images(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
     for size in sizes:
         found.append(decode(data[place : place + size]))
         place += size
-        if found[-1].shape != found[0].shape:
-            raise ValueError("images of several sizes, which make no array: give resize= and crop=")
         if count * found[0].nbytes > MAX_IMAGES_BYTES:
             raise ValueError(f"{count} images of {found[0].nbytes:,} bytes, unpacked")
-    return np.stack(found)
+    return stack_images(found)
 
 
 def _listed(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -24,24 +22,14 @@ from cachestream.sources.api import (
     require,
 )
 
-in_c: ModuleType | None
-try:
-    from cachestream.formats import _varints as in_c
-except ImportError:  # no compiler at the installation
-    in_c = None
-
 # The values of a bytes_list, a float_list or an int64_list, in order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
-# A feature of many records: the values of each, or None; the rows of an array where each has as many numbers.
-ByRecord = list[Feature | None] | npt.NDArray[Any]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
 Column = npt.NDArray[Any] | list[str] | list[bytes]
 _KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
 _INFERRED: Final = "inferred"  # the kind of a feature that the user gave none for
 # The messages of tensorflow/core/example/{example,feature}.proto, as (field, number, type). A packed list of
 # floats has the wire type of bytes, and is declared as bytes: numpy reads them without a copy of each float.
-# "Many…" are the same messages in another declaration. Messages one after the other are one message, whose
-# repeated fields hold the values of all of them in order; a message in it has the wire type of bytes, too.
 _MESSAGES: Final = {
     "BytesList": (("value", 1, "repeated bytes"),),
     "FloatList": (("value", 1, "repeated bytes"),),
@@ -54,18 +42,9 @@ _MESSAGES: Final = {
     "Entry": (("key", 1, "string"), ("value", 2, "Feature")),
     "Features": (("feature", 1, "repeated Entry"),),
     "Example": (("features", 1, "Features"), ("feature_lists", 2, "Features")),  # 2: of a SequenceExample
-    "ManyExamples": (("features", 1, "repeated bytes"),),
-    "ManyFeatures": (("feature", 1, "repeated bytes"),),
-    "ManyEntries": (("key", 1, "repeated bytes"), ("value", 2, "repeated bytes")),
-    "ManyValues": (
-        ("bytes_list", 1, "repeated bytes"),
-        ("float_list", 2, "repeated bytes"),
-        ("int64_list", 3, "repeated bytes"),
-    ),
 }
 
 _FEW: Final = 64  # integers that numpy takes faster one by one than as an array
-_KEY, _VALUE = 1 << 3 | 2, 2 << 3 | 2  # the tags of an entry: the number of the field, and the wire type
 
 
 @functools.cache
@@ -92,124 +71,33 @@ def load_messages() -> dict[str, Any]:
     }
 
 
-def _parse(name: str, *serialized: bytes) -> Any:
-    """Return the message that `serialized` make together."""
-    try:
-        return load_messages()[name].FromString(b"".join(serialized))
-    except Exception as error:  # DecodeError, of an optional library
-        raise ValueError(f"no tf.train.Example: {error}") from error
-
-
 def parse_example(data: bytes) -> dict[str, Feature]:
     """Return the features of a serialized Example by name; features without a list are left out.
 
     Raises ValueError for anything else, such as a SequenceExample.
     """
-    example = _parse("Example", data)
+    try:
+        example = load_messages()["Example"].FromString(data)
+    except Exception as error:  # DecodeError, of an optional library
+        raise ValueError(f"no tf.train.Example: {error}") from error
     if example.HasField("feature_lists"):
         raise ValueError("a SequenceExample; only tf.train.Example is read")
-    found = {entry.key: _feature(entry.value) for entry in example.features.feature}
-    return {name: feature for name, feature in found.items() if feature is not None}
-
-
-def _feature(feature: Any) -> Feature | None:
-    """Return the values of a Feature, or None if it holds no list."""
-    if feature.HasField("bytes_list"):
-        return list(feature.bytes_list.value)
-    if feature.HasField("float_list"):
-        packed = list(feature.float_list.value)
-        fields_bytes = sum([2 + len(one) + (max(1, len(one)).bit_length() - 1) // 7 for one in packed])
-        if feature.float_list.ByteSize() != fields_bytes:
-            raise ValueError("floats that are not packed, as all writers of TFRecords pack them")
-        return np.frombuffer(b"".join(packed), "<f4")
-    if feature.HasField("int64_list"):
-        integers = feature.int64_list.value
-        few = len(integers) < _FEW
-        return np.fromiter(integers, np.int64, len(integers)) if few else np.array(integers, np.int64)
-    return None
-
-
-def parse_examples(records: Iterable[bytes]) -> dict[str, ByRecord]:
-    """Return what `parse_example` returns for each of `records`, by feature, in a few calls for all of them.
-
-    Raises ValueError if a record is no Example, or is written in an unusual way.
-    """
-    # Each level of all messages is parsed as one message; the sizes of the parts tell that none lies in two of them.
-    records = list(records)
-    per_record = list(_parse("ManyExamples", *records).features)
-    entries = list(_parse("ManyFeatures", *per_record).feature)
-    many = _parse("ManyEntries", *entries)
-    keys, values = list(many.key), list(many.value)
-    key_bytes = _field_bytes(keys)
-    ends, entry_ends = np.cumsum(_lengths(per_record)), np.cumsum(_field_bytes(entries))
-    found: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
-    for number, key, value in zip(np.searchsorted(ends, entry_ends).tolist(), keys, values, strict=False):
-        found[key][number] = value
-    if not (
-        _are_in_turn(per_record, _lengths(records))
-        and np.isin(ends, [0, *entry_ends]).all()
-        and len(keys) == len(entries) == sum(map(len, found.values()))  # no name comes twice in a record
-        and _are_in_turn(values, _lengths(entries) - key_bytes)
-        and all(
-            one[0] == _KEY and one[at] == _VALUE for one, at in zip(entries, key_bytes.tolist(), strict=True)
-        )
-    ):
-        raise ValueError("a tf.train.Example that is written in an unusual way")
-    features: dict[str, ByRecord] = {}
-    for key, by_record in found.items():
-        column = _features(list(by_record.values()))
-        if len(by_record) < len(records):
-            of_record = dict(zip(by_record, column, strict=True))
-            column = [of_record.get(number) for number in range(len(records))]
-        features[key.decode()] = column
-    return features
-
-
-def _features(serialized: list[bytes]) -> ByRecord:
-    """Return the values of each serialized Feature: together, if all hold one string or one packed list."""
-    many = _parse("ManyValues", *serialized)
-    for kind in ("bytes_list", "float_list", "int64_list"):
-        lists = list(getattr(many, kind))
-        values = list(_parse("BytesList", *lists).value)
-        if not (_are_in_turn(lists, _lengths(serialized)) and _are_in_turn(values, _lengths(lists))):
-            continue
-        if kind == "bytes_list":
-            return [[value] for value in values]
-        if kind == "float_list":
-            if (_lengths(values) % 4).any():
-                raise ValueError("a float is cut off")
-            return _rows(np.frombuffer(bytearray().join(values), "<f4"), _lengths(values) // 4)
-        if in_c is not None:
-            numbers, counts = in_c.decode_varints(tuple(values))
-            return _rows(np.frombuffer(numbers, np.int64), np.frombuffer(counts, np.int64))
-    return [_feature(_parse("Feature", one)) for one in serialized]
-
-
-def _rows(values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> ByRecord:
-    """Cut `values` into parts of `counts` values: the rows of an array, if these are equal."""
-    if (counts == counts[0]).all():
-        return values.reshape(len(counts), -1)
-    return [values[stop - count : stop] for stop, count in zip(np.cumsum(counts), counts, strict=True)]
-
-
-def _are_in_turn(values: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> bool:
-    """Return whether messages of these lengths hold one of `values` each, in order, and nothing else.
-
-    The messages together hold `values`, each in a field of its own.
-    """
-    return len(values) == len(lengths) and np.array_equal(_field_bytes(values), lengths)
-
-
-def _field_bytes(values: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Return the size of each value as a field: a tag of one byte, the length in bytes of 7 bits, the
-    value.
-    """
-    lengths = _lengths(values)
-    return 2 + lengths + sum(lengths >= 1 << bits for bits in (7, 14, 21, 28))
-
-
-def _lengths(values: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    return np.fromiter(map(len, values), np.int64, len(values))
+    found: dict[str, Feature] = {}
+    for entry in example.features.feature:
+        name, feature = entry.key, entry.value
+        if feature.HasField("bytes_list"):
+            found[name] = list(feature.bytes_list.value)
+        elif feature.HasField("float_list"):
+            packed = feature.float_list.value
+            if not packed and feature.float_list.ByteSize():
+                raise ValueError("floats that are not packed, as all writers of TFRecords pack them")
+            found[name] = np.frombuffer(packed[0] if len(packed) == 1 else b"".join(packed), "<f4")
+        elif feature.HasField("int64_list"):
+            integers = feature.int64_list.value
+            count = len(integers)
+            few = count < _FEW
+            found[name] = np.fromiter(integers, np.int64, count) if few else np.array(integers, np.int64)
+    return found
 
 
 def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:
@@ -281,28 +169,31 @@ class FeatureFields:
     def _is_image(self, data: bytes) -> bool:
         return self.decode_images and looks_like_image(data)
 
-    def columns(self, features: Mapping[str, ByRecord]) -> dict[str, Column] | None:
-        """Return the fields of many examples in columns, with the values that `sample` gives.
+    def columns(self, examples: Sequence[Mapping[str, Feature]]) -> dict[str, Column] | None:
+        """Return the fields of several examples in columns, with the values that `sample` gives.
 
-        None if the examples differ in shape, hold images, or cannot all be used.
+        None if the examples differ in their features or in shape, hold images, or cannot all be used.
         """
         columns: dict[str, Column] = {}
-        kinds: Mapping[str, Any] = dict.fromkeys(features, _INFERRED) if self.kinds is None else self.kinds
+        kinds: Mapping[str, Any] = self.kinds or dict.fromkeys(examples[0], _INFERRED)
+        if self.kinds is None and any(example.keys() != kinds.keys() for example in examples):
+            return None
         for name, kind in kinds.items():
-            column = self._column(features[name], kind) if name in features else None
+            every = all(name in example for example in examples)
+            column = self._column([example[name] for example in examples], kind) if every else None
             if column is None:
                 return None
             columns[name] = column
         return columns or None
 
-    def _column(self, features: list[Any] | npt.NDArray[Any], kind: Any) -> Column | None:
-        if isinstance(features, np.ndarray):
-            return _number_column(features, kind)
-        if any(one is None for one in features) or len({(type(one), len(one)) for one in features}) > 1:
+    def _column(self, features: list[Any], kind: Any) -> Column | None:
+        if len({*map(type, features)}) > 1 or len({*map(len, features)}) > 1:
             return None
         if isinstance(features[0], np.ndarray):
             alike = len({feature.dtype for feature in features}) == 1
-            return _number_column(np.stack(features), kind) if alike else None
+            return (
+                _number_column(np.concatenate(features).reshape(len(features), -1), kind) if alike else None
+            )
         if len(features[0]) != 1:
             return None
         values = [feature[0] for feature in features]

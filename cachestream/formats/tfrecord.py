@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.formats.tf_example import (
-    ByRecord,
     Feature,
     FeatureFields,
     Kind,
     checked_kinds,
     load_messages,
     parse_example,
-    parse_examples,
 )
 from cachestream.sources.api import (
     ConfigError,
@@ -49,8 +47,6 @@ MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
 TOGETHER_BYTES: Final = 512 << 10
 SCAN_BYTES: Final = 64 << 10  # looked through at a time for the first record of a part
 SMALL_BYTES: Final = 32 << 10  # records up to this average size are read many at once
-MANY: Final = 16  # so many records of at most SHORT_BYTES on average are parsed together
-SHORT_BYTES: Final = 4 << 10  # longer ones take longer together: each is copied four times
 _HEAD: Final = struct.Struct("<QI")
 HEAD_BYTES: Final = _HEAD.size
 _TAIL_BYTES: Final = 4
@@ -133,33 +129,19 @@ class TFRecordFormat(Format):
 
     def _samples(self, records: Records) -> Iterator[Item]:
         """Yield the samples in `records`, as one `Rows` where all of them are alike."""
-        places, features = records.places, dict[str, ByRecord]()
-        try:
-            together = len(records) >= MANY and len(records.data) <= SHORT_BYTES * len(records)
-            found = parse_examples(records) if together else None
-        except ValueError:  # then those that can be parsed are taken
-            found = None
-        if found is not None:
-            features = found
-        else:
-            examples: dict[int, dict[str, Feature]] = {}
-            for place, record in zip(places, records, strict=True):
-                try:
-                    examples[place] = parse_example(record)
-                except ValueError as error:
-                    yield Skipped(f"record at byte {place}: {error}")
-            names = dict.fromkeys(name for example in examples.values() for name in example)
-            places = list(examples)
-            features = {name: [example.get(name) for example in examples.values()] for name in names}
-        columns = self._fields.columns(features) if len(places) > 1 else None
-        if columns is not None:
-            every: Any = places
-            yield Rows(every, columns)
-            return
-        for number, place in enumerate(places):
-            values = {name: column[number] for name, column in features.items()}
+        examples: dict[int, dict[str, Feature]] = {}
+        for place, record in zip(records.places, records, strict=True):
             try:
-                sample = self._fields.sample({name: one for name, one in values.items() if one is not None})
+                examples[place] = parse_example(record)
+            except ValueError as error:
+                yield Skipped(f"record at byte {place}: {error}")
+        columns = self._fields.columns(list(examples.values())) if len(examples) > 1 else None
+        if columns is not None:
+            yield Rows(list(examples), columns)  # type: ignore[arg-type]  # their places become keys
+            return
+        for place, example in examples.items():
+            try:
+                sample = self._fields.sample(example)
             except (ValueError, SampleError) as error:
                 yield Skipped(f"record at byte {place}: {error}")
                 continue

@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, Literal
@@ -87,9 +87,9 @@ class FileList:
         if first_names is not None and first_names != "auto":
             first_names = check_count("first_names", first_names)
         self._wanted = _as_extensions(extensions)
-        self._kind = ""  # set only where no extensions= choose
-        # Names were found in folders or by wildcards, without extensions= to choose among them.
-        self.is_searched = False
+        self._is_kept: Callable[[str], bool] | None = None
+        self.in_folders = False  # names were found in folders or by wildcards
+        self.is_searched = False  # the same, without extensions= to choose among them
         if isinstance(urls, Manifest):
             if urls.label is not None and not labelled:
                 raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
@@ -100,7 +100,8 @@ class FileList:
             self.identity = (*urls.identity, *_filters(self._wanted, True))
         else:
             patterns = _as_list(urls, owner)
-            self.is_searched = extensions is None and not all(map(_is_a_file, patterns))
+            self.in_folders = not all(map(_is_a_file, patterns))
+            self.is_searched = extensions is None and self.in_folders
             self.remote = Remote(patterns[0], storage_options)
             more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
             self.shown = redact(patterns[0]) + more
@@ -122,7 +123,8 @@ class FileList:
         up.
         """
         made = cls.__new__(cls)
-        made._wanted, made._kind, made.is_searched, made._secret_names = (), "", False, None
+        made._wanted, made._is_kept, made._secret_names = (), None, None
+        made.in_folders = made.is_searched = False
         made.shown, made.remote = redact(url), Remote(url, storage_options)
         root = parent_of(url)
         made._listing, made.shown_root = Listing(root, Names([url[len(root) :]])), redact(root)
@@ -161,9 +163,9 @@ class FileList:
         return Listing(rest.root, Names(found), None if page.is_last else rest) if found else None
 
     def _filtered(self, names: list[str]) -> list[str]:
-        if self._kind:
-            return [name for name in names if kind_of(extension_of(self.key_of(name))) == self._kind]
-        return _ending_in(names, self._wanted)
+        found = _ending_in(names, self._wanted)
+        keep = self._is_kept
+        return found if keep is None else [name for name in found if keep(self.key_of(name))]
 
     # --- the names
 
@@ -199,7 +201,7 @@ class FileList:
     def over(self, names: Names) -> FileList:
         """Return the same files with `names` as their listing, which another process has made."""
         made = copy.copy(self)
-        made._listing = replace(self._listing, names=names, rest=None)
+        made._listing, made._secret_names = replace(self._listing, names=names, rest=None), None
         return made
 
     def complete(self) -> None:
@@ -221,22 +223,22 @@ class FileList:
         sampled = range(0, len(self), max(1, len(self) // _SAMPLED_NAMES))
         return Counter(kind_of(extension_of(self.key(index))) for index in sampled)
 
-    def keep_only(self, kind: str) -> tuple[int, str]:
-        """Leave out files that are not decoded as `kind`, among the names to come as well.
+    def keep_only(self, keep: Callable[[str], bool]) -> list[str]:
+        """Leave out files whose keys `keep` refuses, among the names to come as well.
 
-        Return the number of known files left out, and the key of the first of them.
+        Return the keys of the known files that are left out.
         """
-        self._kind = kind
+        self._is_kept = keep
         known = list(self.names)
         kept = self._filtered(known)
         if len(kept) == len(known):
-            return 0, ""
+            return []
         among = set(kept)
         if self._secret_names is not None:
             pairs = zip(self._secret_names, known, strict=True)
             self._secret_names = Names(secret for secret, name in pairs if name in among)
         self._listing = replace(self._listing, names=Names(kept))
-        return len(known) - len(kept), self.key_of(next(name for name in known if name not in among))
+        return [self.key_of(name) for name in known if name not in among]
 
     # --- one file
 

@@ -40,6 +40,7 @@ from cachestream.sources.decode.images import (
     decode_image,
     decode_raw_image,
     loss_of,
+    stack_images,
 )
 from cachestream.sources.decode.table_columns import ColumnOptions, same_columns, table_rows, usable_rows
 from cachestream.sources.decode.values import (
@@ -56,7 +57,7 @@ from cachestream.sources.decode.values import (
 )
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
 from cachestream.sources.files_source import FilesSource
-from cachestream.sources.format import File, Files, Format, Item, Part, Skipped, malformed
+from cachestream.sources.format import File, Files, Format, Item, Kept, Part, Skipped, malformed
 from cachestream.sources.user_code import CallLock, call_decoder, fingerprint_of, guard_user_code
 from cachestream.transport.backends import Span
 from cachestream.transport.file_objects import SeekableFile

@@ -223,6 +223,7 @@ class ArrayFile:
     holds_datasets: ClassVar[bool] = False  # several in a file: "a.h5::/group/data"
     is_folder: ClassVar[bool] = False  # arrays lie in folders: "a.zarr/group/data"
     is_sample: ClassVar[bool] = False  # without window= a file is a sample
+    is_raw: ClassVar[bool] = False  # no file tells its dtype: an argument, `dtype=`, may
     shown: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

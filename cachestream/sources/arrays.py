@@ -55,9 +55,10 @@ _STORABLE: Final = frozenset(
 class ArraySource:
     """Windows of arrays: random ones without end, or each of a grid once a pass. A unit is a window.
 
-    arrays: the URL of a `.npy` file, a Zarr array (v2 or v3: `a.zarr/image`) or an HDF5 dataset
-    (`a.h5::/image`, or `dataset=`); a wildcard, a `{000..127}` range or a list of them, to draw from all;
-    or a dict of these by name, `{"image": …, "mask": …}`, to read the same position of each.
+    arrays: the URL of a `.npy` file, a Zarr array (v2 or v3: `a.zarr/image`), an HDF5 dataset
+    (`a.h5::/image`, or `dataset=`) or a file of tokens (`train.bin`); a wildcard, a `{000..127}` range or a list
+    of them, to draw from all; or a dict of these by name, `{"image": …, "mask": …}`, to read the same position
+    of each.
 
     window: a length along the first axis, or a tuple with a length for each axis. None, and axes left out,
     stand for the whole axis. The axes with a length are the cut axes. In a dict of arrays, the cut axes must
@@ -73,6 +74,9 @@ class ArraySource:
     "equal", or a number for each. With the latter two an array is opened only when it is drawn.
 
     num_units: windows a pass; None: random windows are endless.
+
+    dtype: the type of the tokens in `.bin` files, such as "uint16". None: that of the index `.idx` beside the
+    file (Megatron-LM), or of its header (llm.c), else the one that the first tokens look like, which is logged.
 
     A sample has "array" (or the names given), as stored; "start", int64 `[cut axes]`, the first
     element of the window; and "index", the number of the array, if there are several. The key is
@@ -93,6 +97,7 @@ class ArraySource:
         weights: Sequence[float] | Literal["equal"] | None = None,
         num_units: int | None = None,
         dataset: str | None = None,
+        dtype: npt.DTypeLike | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         given = _urls_by_name(arrays)
@@ -101,7 +106,7 @@ class ArraySource:
                 "ArraySource needs window=: a length along the first axis, or one for each axis, "
                 "as in (256, 256, None)"
             )
-        num_units = whole_units(num_units)
+        num_units, dtype = whole_units(num_units), _name_of_dtype(dtype)
         is_grid = _check_windows(windows, weights, num_units)
         if stride is None:
             stride = _as_stride(window) if is_grid else 1
@@ -110,7 +115,7 @@ class ArraySource:
                 f"window= has {sorted(window)}, the arrays are {sorted(given)}: give one for each"
             )
         self._cut = WindowOptions(window, stride, jitter)
-        self._locations = _locate_all(given, storage_options, dataset)
+        self._locations = _locate_all(given, storage_options, dataset, dtype)
         self._names = _short_names(next(iter(self._locations.values())))
         self._opened: dict[int, AlignedArrays] = {}
         self._grid: FileUnits | None = None
@@ -123,7 +128,7 @@ class ArraySource:
             shares = _shares(weights, len(self._names))
         self._draw_ends = np.cumsum(shares) / shares.sum()
         self.num_units = num_units if self._grid is None else len(self._grid)
-        self.fingerprint = _fingerprint(given, windows, self._cut, weights, num_units, dataset)
+        self.fingerprint = _fingerprint(given, windows, self._cut, weights, num_units, dataset, dtype)
         names = chr(0).join(file.name for files in self._locations.values() for file in files)
         self.listing_digest = xxhash.xxh3_64_hexdigest(names.encode("utf-8", "surrogateescape"))
 
@@ -221,6 +226,13 @@ def _urls_by_name(arrays: Any) -> dict[str, list[str]]:
     return found
 
 
+def _name_of_dtype(dtype: Any) -> str | None:
+    try:
+        return None if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        raise ConfigError(f"dtype={dtype!r}: give the type of the tokens, such as 'uint16'") from None
+
+
 def _check_windows(windows: str, weights: Any, num_units: int | None) -> bool:
     """Return whether windows form a grid. Raises ConfigError for options that exclude each other."""
     if windows not in ("random", "grid"):
@@ -246,6 +258,7 @@ class ArrayLocation:
     remote: Remote
     path: str = field(repr=False)  # may be signed
     dataset: str | None
+    dtype: str | None = None
 
     @property
     def shown(self) -> str:
@@ -264,7 +277,10 @@ class ArrayLocation:
         if kind is None:
             endings = sorted(one for kind in array_files().values() for one in kind.array_endings)
             raise ConfigError(f"{self.shown}: ArraySource reads {', '.join(endings)}")
-        array = kind(self.remote, self.path, self.shown, self.dataset)
+        if self.dtype is not None and not kind.is_raw:
+            raise ConfigError(f"{self.shown}: dtype= is for files of tokens, and this one tells its own type")
+        options = {"dtype": self.dtype} if kind.is_raw else {}
+        array = kind(self.remote, self.path, self.shown, self.dataset, **options)
         # The kind comes first: numpy's newer dtypes, such as variable-length strings, have no byte order.
         if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
             raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
@@ -291,7 +307,7 @@ def split_dataset(url: str) -> tuple[str, str | None]:
     return (url, None) if match is None or "://" in match[2] else (match[1], match[2])
 
 
-def locate(remote: Remote, url: str, dataset: str | None) -> list[ArrayLocation]:
+def locate(remote: Remote, url: str, dataset: str | None, dtype: str | None) -> list[ArrayLocation]:
     """Return the arrays that `url` stands for; those found by a wildcard in the order of their names.
 
     Raises ConfigError for a dataset named twice, SourceError if a wildcard finds nothing, and the errors of
@@ -304,7 +320,7 @@ def locate(remote: Remote, url: str, dataset: str | None) -> list[ArrayLocation]
         paths = _local_paths(outer) if remote.is_local else _remote_paths(remote, outer)
     if not paths:
         raise SourceError(f"{redact(outer)}: nothing found; check the path or the pattern")
-    return [ArrayLocation(remote, path, inner or dataset) for path in paths]
+    return [ArrayLocation(remote, path, inner or dataset, dtype) for path in paths]
 
 
 def _local_paths(url: str) -> list[str]:
@@ -333,7 +349,10 @@ def _remote_paths(remote: Remote, url: str) -> list[str]:
 
 
 def _locate_all(
-    given: Mapping[str, Sequence[str]], storage_options: Mapping[str, Any] | None, dataset: str | None
+    given: Mapping[str, Sequence[str]],
+    storage_options: Mapping[str, Any] | None,
+    dataset: str | None,
+    dtype: str | None,
 ) -> dict[str, list[ArrayLocation]]:
     remotes: dict[str, Remote] = {}
 
@@ -342,7 +361,7 @@ def _locate_all(
         kind = outer if "::" in outer else get_protocol(outer)  # chained URLs share no filesystem
         if kind not in remotes:
             remotes[kind] = Remote(outer, storage_options)
-        return locate(remotes[kind], url, dataset)
+        return locate(remotes[kind], url, dataset, dtype)
 
     found = {name: [file for url in urls for file in find(url)] for name, urls in given.items()}
     counts = {name: len(files) for name, files in found.items()}
@@ -386,6 +405,7 @@ def _fingerprint(
     weights: Any,
     num_units: int | None,
     dataset: Any,
+    dtype: Any,
 ) -> str:
     parts = []
     for name, urls in given.items():
@@ -396,6 +416,7 @@ def _fingerprint(
         parts.append(f"{name}={where[0]}{more}")
     options = {
         "dataset": dataset,
+        "dtype": dtype,
         "jitter": cut.jitter,
         "num_units": num_units,
         "stride": cut.stride,

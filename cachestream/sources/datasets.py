@@ -17,6 +17,7 @@ import xxhash
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Problems, check_unit, whole_units
+from cachestream.sources.decode.images import stack_images
 from cachestream.sources.fields import Defaults, empty_lists, plain_fields
 from cachestream.sources.user_code import CallLock, by_value, fingerprint_of, guard_user_code, name_of
 
@@ -377,7 +378,9 @@ def _key_and_fields(sample: Any) -> tuple[str, Any]:
 
 
 def _image_array(value: Any) -> Any:
-    """Convert a PIL image to uint8 `[3, H, W]`; other values are returned unchanged."""
+    """Convert a PIL image to uint8 `[3, H, W]`, a list of them to `[N, 3, H, W]`; others are unchanged."""
+    if isinstance(value, list) and value and all(_is_a(one, "PIL.", "Image") for one in value):
+        return stack_images(list(map(_image_array, value)))
     if not _is_a(value, "PIL.", "Image"):
         return value
     return np.ascontiguousarray(np.moveaxis(np.asarray(value.convert("RGB")), 2, 0))

@@ -8,6 +8,7 @@ Nested values of Python objects become the same fields as columns of Parquet:
 | list of numbers, nested too | an array |
 | list that holds texts or dicts | JSON text; refused if it holds arrays, bytes or other values that JSON has not |
 | image in Hugging Face's layout, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
+| list of such images, or of their bytes, of one size | uint8 `[N, 3, H, W]` |
 | anything else, also None | unchanged |
 """
 
@@ -22,7 +23,7 @@ import numpy as np
 from cachestream.config import check_mapping
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Rows
-from cachestream.sources.decode.images import decode_image
+from cachestream.sources.decode.images import decode_image, stack_images
 from cachestream.sources.decode.values import decode_with, looks_like_image, to_json
 
 
@@ -118,8 +119,8 @@ def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
 def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for key, value in members.items():
         name = f"{prefix}{key}" if prefix else key
-        if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and _is_image(value["bytes"]):
-            yield name, decode_with(decode_image, value["bytes"], "image", f"field '{name}'")
+        if isinstance(value, Mapping) and (data := _image_in(value)) is not None:
+            yield name, decode_with(decode_image, data, "image", f"field '{name}'")
         elif isinstance(value, Mapping) and all(isinstance(member, str) for member in value):
             yield from _flatten(value, f"{name}.", empty)
         elif value is None and any(field.startswith(f"{name}.") for field in empty):
@@ -130,19 +131,29 @@ def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) 
             yield name, value
 
 
-def _is_image(value: Any) -> bool:
-    return isinstance(value, bytes) and looks_like_image(value)
+def _image_in(value: Any) -> bytes | None:
+    """Return the bytes of an image: `value`, or those in Hugging Face's layout; None for anything else."""
+    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
+        value = value["bytes"]
+    return value if isinstance(value, bytes) and looks_like_image(value) else None
 
 
 def _list(name: Any, value: list[Any], if_empty: Any) -> Any:
     if not value and if_empty is not None:
         return if_empty
+    images = [data for data in map(_image_in, value) if data is not None]
+    if images and len(images) == len(value):
+        return decode_with(_decode_all, images, "list of images", f"field '{name}'")
     try:
         return to_json(value) if _holds_text(value) else value
     except (TypeError, ValueError, RecursionError) as error:
         raise SampleError(
             f"field '{name}' has no form as JSON: {error}; return such values as fields of their own"
         ) from error
+
+
+def _decode_all(images: Sequence[bytes]) -> Any:
+    return stack_images(list(map(decode_image, images)))
 
 
 def _holds_text(value: list[Any]) -> bool:

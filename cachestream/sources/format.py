@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, overload
 
 import numpy as np
 
-from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceUnavailableError
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.listing.file_list import FileList
+from cachestream.listing.names import Names
 from cachestream.listing.patterns import COMPRESSED_ENDINGS
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
@@ -95,6 +96,10 @@ class File:
         """True for a file that is read by HTTP."""
         return self._files.remote.is_web
 
+    def beside(self, name: str) -> File:
+        """Return the file called `name` below the common root."""
+        return File(self._files.over(Names([name])), 0, Kept())
+
     def whole(self) -> memoryview:
         """Return all bytes, writable."""
         with self.errors_mapped():
@@ -103,6 +108,16 @@ class File:
     def size(self) -> int:
         """Return the size in bytes, as it is now."""
         return size_of(self._files.remote, self._files.path(self.index), self.where)
+
+    def exists(self) -> bool:
+        """Return whether the file is there, and may be read."""
+        try:
+            self.size()
+        except SourceUnavailableError:
+            raise
+        except SourceError:
+            return False
+        return True
 
     def stream(self, start: int = 0, likely_stop: int | None = None) -> AbstractContextManager[Stream]:
         """Open a stream from byte `start` on; bytes beyond `likely_stop` are not fetched ahead."""

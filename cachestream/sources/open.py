@@ -40,7 +40,7 @@ SOURCE_OPTIONS: Final = (
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
     *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
     *("first_names", "check_crc", "check_hashes", "compression", "fields", "encoding", "max_object_size"),
-    *("delimiter", "raw"),
+    *("delimiter", "raw", "dtype"),
 )
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _NAME: Final = re.compile(r"[A-Za-z][\w-]{0,31}", re.ASCII)  # of a source in a mix

@@ -122,6 +122,18 @@ def images(folder: Path) -> Samples:
     return samples
 
 
+def images_with_masks(folder: Path) -> Samples:
+    samples: Samples = []
+    for i in range(4):
+        file(folder / "images" / f"{i}.png", encoded(pixels(i)))
+        file(folder / "masks" / f"{i}.png", encoded(pixels(9 + i)))
+        file(folder / "images" / f"{i}.txt", f"no. {i}")
+        file(folder / "metadata.csv", "file_name,n\n" + "".join(f"images/{j}.png,{j}\n" for j in range(4)))
+        fields = {"image": pixels(i), "mask": pixels(9 + i), "text": f"no. {i}", "n": i}
+        samples.append((f"images/{i}.png", fields))
+    return samples
+
+
 def photographs(folder: Path) -> Samples:
     samples: Samples = []
     for i, kind in enumerate(("jpeg", "webp", "bmp", "gif", "tiff")):
@@ -263,6 +275,15 @@ def npy(folder: Path) -> Samples:
             sample = {"array": window, "start": np.array([start]), "index": index}
             samples.append((f"{name}[{start}:{start + 20}]", sample))
     return samples
+
+
+def tokens(folder: Path) -> Samples:
+    found = np.arange(100, dtype="u2")
+    file(folder / "train.bin", found.tobytes())
+    return [
+        (f"train.bin[{at}:{at + 25}]", {"array": found[at : at + 25], "start": np.array([at])})
+        for at in range(0, 100, 25)
+    ]
 
 
 def hdf5(folder: Path) -> Samples:
@@ -618,6 +639,7 @@ def manifest_of_tars(folder: Path) -> Samples:
 NONE: Final = bytes
 FORMATS: Final[Mapping[str, Format]] = {
     "images": Format(images, opened()),
+    "images-with-masks": Format(images_with_masks, opened()),
     "photographs": Format(photographs, opened(label=None)),
     "npy-files": Format(arrays_in_files, opened("{0..3}.npy")),
     "npz-files": Format(archives_of_numpy, opened()),
@@ -633,6 +655,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "tar-xz": Format(tars("tar.xz", lzma.compress), opened()),
     "tar-zst": Format(tars("tar.zst", zstd), opened()),
     "npy": Format(npy, opened("*.npy", window=20, windows="grid")),
+    "tokens": Format(tokens, opened("train.bin", window=25, windows="grid", dtype="uint16")),
     "hdf5": Format(hdf5, opened("a.h5::/deep/x", window=(20, 16), windows="grid")),
     "zarr2": Format(zarrs(2), opened("a.zarr/x", window=(20, 16), windows="grid")),
     "zarr3": Format(zarrs(3), opened("a.zarr/x", window=(20, 16), windows="grid")),

@@ -274,63 +274,13 @@ def test_commas_in_a_tsv_make_a_table_and_signs_in_some_texts_of_one_column_make
     assert samples(cs.open_source(tmp_path / "c.csv")) == [{"id": 1, "text": "a;b"}]
 
 
-# --- files that belong together
+# --- files of the same names
 
 
 def make_images(folder: Path, names: list[str]) -> None:
     folder.mkdir(parents=True)
     for number, name in enumerate(names):
         Image.new("RGB", (4, 4), (number, 0, 0)).save(folder / name)
-
-
-def test_masks_beside_images_are_told_with_advice_that_works(tmp_path: Path, said: list[str]) -> None:
-    names = [f"{i}.png" for i in range(3)]
-    make_images(tmp_path / "seg/images", names)
-    make_images(tmp_path / "seg/masks", names)
-    cs.open_source(tmp_path / "seg")
-    assert len(said) == 1
-    assert "3 of the 6 files seem to belong to another one, as masks/0.png to images/0.png" in said[0]
-
-    def mask(path: str) -> Any:
-        with Image.open(tmp_path / "seg/masks" / path) as image:
-            return np.asarray(image)[..., 0]
-
-    found = samples(cs.open_source(tmp_path / "seg/images", label=mask))
-    assert [(one["image"].shape, one["label"].shape, one["label"].max()) for one in found] == [
-        ((3, 4, 4), (4, 4), number) for number in range(3)
-    ]
-    assert len(said) == 1, "nothing more is to be said"
-
-
-def test_texts_beside_images_are_told_with_advice_that_works(tmp_path: Path, said: list[str]) -> None:
-    make_images(tmp_path / "pairs", ["0.png", "1.png"])
-    for number in range(2):
-        (tmp_path / f"pairs/{number}.txt").write_text(f"caption {number}")
-    cs.open_source(tmp_path / "pairs")
-    assert "2 of 4 files, of other kinds (such as 0.txt), left out" in said[0]
-    assert "label= a function of its path" in said[0]
-    cs.open_source(tmp_path / "pairs", extensions=(".png", ".txt"))
-    assert "2 of the 4 files seem to belong to another one, as 0.txt to 0.png" in said[1]
-    cs.open_source([tmp_path / "pairs/0.png", tmp_path / "pairs/0.txt"])
-    assert "1 of the 2 files seem" in said[2]
-    found = samples(
-        cs.open_source(
-            f"{tmp_path}/pairs/*.png",
-            label=lambda path: (tmp_path / "pairs" / path).with_suffix(".txt").read_text(),
-        )
-    )
-    assert [one["label"] for one in found] == ["caption 0", "caption 1"]
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for path in sorted((tmp_path / "pairs").iterdir()):
-            archive.add(path, path.name)
-    assert [sorted(one) for one in samples(cs.open_source(tmp_path / "a.tar"))] == [["png", "txt"]] * 2
-    assert len(said) == 3
-
-
-def test_masks_that_lie_in_the_folder_of_their_images_are_told(tmp_path: Path, said: list[str]) -> None:
-    make_images(tmp_path / "a", ["0.png", "0_mask.png", "1.jpg", "1.png"])
-    cs.open_source(tmp_path / "a")
-    assert "2 of the 4 files seem to belong to another one, as 0_mask.png to 0.png" in said[0]
 
 
 def test_classes_with_files_of_the_same_names_are_no_pairs(tmp_path: Path, said: list[str]) -> None:

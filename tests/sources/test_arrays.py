@@ -418,7 +418,7 @@ def test_options_that_cannot_work_are_config_errors(written: Path) -> None:
         ({"image": image, "mask": [image, image]}, {"window": 5}, "equally many"),
         (written / "text.npy", {"window": 1}, "dtype <U1"),
         (written / "one.npy", {"window": 1}, "single value"),
-        ("x.bin", {"window": 1}, r"ArraySource reads .*\.npy"),
+        ("x.dat", {"window": 1}, r"ArraySource reads .*\.npy"),
         (f"{written}/plain.h5::/image", {"window": 5, "dataset": "image"}, "not both"),
     ]
     for arrays, options, message in cases:

@@ -258,6 +258,7 @@ def wide_table(rows: int, seed: int = 0) -> Any:
     )
 
 
+@pytest.mark.e2e
 def test_only_the_chosen_columns_are_fetched(tmp_path: Path, fetched: list[int]) -> None:
     pq.write_table(wide_table(2000), tmp_path / "a.parquet", row_group_size=500, compression="none")
     source = ParquetSource(tmp_path, columns=["small", "other"])
@@ -353,7 +354,14 @@ def test_a_parquet_source_keeps_the_protocol(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:
-    table = pa.table({"x": [1], "n": pa.nulls(1), "l": [[b"a"]], "s": pa.array([{"a": 1}])})
+    table = pa.table(
+        {
+            "x": [1],
+            "n": pa.nulls(1),
+            "l": pa.array([[("a", b"a")]], pa.map_(pa.string(), pa.binary())),
+            "s": pa.array([{"a": 1}]),
+        }
+    )
     pq.write_table(table, tmp_path / "a.parquet")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"columns": ["y"]}, "no column 'y'; there are x, n, l, s"),

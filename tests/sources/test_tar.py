@@ -62,6 +62,7 @@ def as_webdataset_reads(urls: list[str]) -> dict[str, dict[str, Any]]:
 # --- beside webdataset ---------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")  # webdataset's own
 @pytest.mark.parametrize("samples_per_visit", [None, 5])
 def test_what_webdataset_writes_is_read_as_webdataset_reads_it(
@@ -271,6 +272,7 @@ def test_what_is_left_out_of_a_local_tar_is_not_read(tmp_path: Path, fetched: li
     assert sum(fetched) < 4 << 20
 
 
+@pytest.mark.e2e
 @given(
     st.lists(st.tuples(st.text("ab/é", min_size=1, max_size=200), st.integers(0, 3000)), max_size=8),
     st.sampled_from(FORMATS),

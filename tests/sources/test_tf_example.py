@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SampleError
-from cachestream.formats import tf_example
-from cachestream.formats.tf_example import FeatureFields, parse_example, parse_examples
+from cachestream.formats.tf_example import FeatureFields, parse_example
 from cachestream.formats.tfrecord import TFRecordSource
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import UNCHANGED
@@ -235,135 +234,17 @@ def test_floats_are_taken_packed_and_refused_otherwise(values: list[float]) -> N
             parse_example(example(feature("x", 2, unpacked)))
 
 
-# --- many at once ------------------------------------------------------------------------------
-
-
-NAMES: Final = st.sampled_from(["a", "b", "ä" * 70])
-NUMBERS: Final = st.lists(INT64, max_size=3) | st.lists(st.integers(0, 200_000), min_size=60, max_size=80)
-STRINGS: Final = st.lists(st.binary(max_size=300), max_size=2)
-FLOATS: Final = st.lists(st.floats(width=32), max_size=40)
-
-
-@pytest.fixture(params=["in C", "by protobuf"], scope="module")
-def decoded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run a test with the part in C and without it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "by protobuf":
-            patch.setattr(tf_example, "in_c", None)
-        elif tf_example.in_c is None:
-            pytest.skip("installed without the part in C")
-        yield
-
-
-def packed(kind: int, values: Any) -> bytes:
-    """Encode the values of a feature as writers do."""
-    if kind == 1:
-        return b"".join(field(1, value) for value in values)
-    numbers = struct.pack(f"<{len(values)}f", *values) if kind == 2 else b"".join(map(varint, values))
-    return field(1, numbers) if values else b""
-
-
-VALUES: Final = st.one_of(
-    *(st.tuples(st.just(kind), some) for kind, some in ((1, STRINGS), (2, FLOATS), (3, NUMBERS)))
-)
-USUAL: Final = st.dictionaries(NAMES, VALUES).map(
-    lambda features: [feature(name, kind, packed(kind, values)) for name, (kind, values) in features.items()]
-)
-UNUSUAL: Final = st.sampled_from(
-    [
-        field(1, field(1, b"a")),  # without a value
-        field(1, field(2, field(3, field(1, b"\x05")))),  # without a name
-        field(1, field(1, b"a") + field(1, b"b") + field(2, field(3, field(1, b"\x05")))),
-        field(1, field(2, field(3, field(1, b"\x05"))) + field(1, b"a")),  # the value first
-        field(1, field(1, b"a") + field(2, field(3, field(1, b"\x05"))) + field(7, b"unknown")),
-        field(1, field(1, b"a") + field(2, b"")),
-        field(1, field(1, b"a") + field(2, field(3, b""))),
-        field(1, field(1, b"a") + field(2, field(3, varint(1 << 3) + varint(300)))),  # not packed
-        field(1, field(1, b"a") + field(2, field(3, field(1, b"\x05") + field(1, b"\x06\x07")))),
-        field(1, field(1, b"a") + field(2, field(1, field(1, b"x")) + field(3, field(1, b"\x05")))),
-        field(7, b"unknown"),
-        b"",
-    ]
-)
-
-
-def expect_same(records: Sequence[bytes], *, usual: bool = False) -> None:
-    """Expect what each record gives alone, or a ValueError unless all are `usual`: then each is read alone."""
-    try:
-        found = parse_examples(records)
-    except ValueError:
-        assert not usual
-        return
-    assert all(len(features) == len(records) for features in found.values())
-    for number, record in enumerate(records):
-        one = {name: values[number] for name, values in found.items() if values[number] is not None}
-        other = parse_example(record)
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            assert type(one[name]) is type(value)
-            assert getattr(one[name], "dtype", None) == getattr(value, "dtype", None)
-            assert np.asarray(one[name]).tobytes() == np.asarray(value).tobytes()
-
-
-@pytest.mark.e2e
-@pytest.mark.usefixtures("decoded")
-@given(st.lists(USUAL, max_size=8))
-def test_examples_parsed_together_are_those_parsed_alone(examples: list[list[bytes]]) -> None:
-    expect_same([example(*entries) for entries in examples], usual=True)
-
-
-@pytest.mark.e2e
-@pytest.mark.usefixtures("decoded")
-@given(st.lists(st.builds(list.__add__, USUAL, st.lists(UNUSUAL, max_size=3)), max_size=8), st.data())
-def test_unusual_examples_are_parsed_alike_or_one_by_one(
-    examples: list[list[bytes]], data: st.DataObject
-) -> None:
-    records = [example(*entries) for entries in examples]
-    expect_same(records)
-    whole = bytearray(b"".join(records))
-    if whole:
-        whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    ends = [0, *itertools.accumulate(map(len, records))]
-    expect_same([bytes(whole[start:stop]) for start, stop in itertools.pairwise(ends)])
-
-
-@pytest.mark.usefixtures("decoded")
-def test_what_writers_write_is_parsed_together() -> None:
-    expect_same(numbers(20), usual=True)
-
-
-@pytest.mark.usefixtures("decoded")
 def test_integers_of_every_width_are_decoded() -> None:
     values = [sign * ((1 << bits) - less) for bits in range(63) for less in (0, 1) for sign in (1, -1)]
-    assert np.asarray(parse_examples([example(entry("x", 3, values))])["x"]).tolist() == [values]
-
-
-ENTRY: Final = entry("a", 3, [5])
-EMPTY: Final = field(2, field(2, b""))  # the value of an entry: a list of no floats
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [field(1, ENTRY[:-2]), field(1, ENTRY[-2:] + entry("b", 3, [5]))],
-        [example(field(1, field(1, b"a") + b"\n\x06xx"), field(1, b"\nxxx" + EMPTY * 2))],
-        [example(field(1, EMPTY + b"\x12\x04")), example(field(1, EMPTY[2:] * 2 + field(1, b"") * 2))],
-        [example(field(1, field(1, b"a") + field(2, b"\x0b\x00")), ENTRY)],
-    ],
-    ids=["entry in two records", "key in two entries", "value in two entries", "damage behind the same name"],
-)
-def test_parts_that_make_examples_together_and_not_alone_are_a_value_error(records: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="unusual"):
-        parse_examples(records)
+    assert np.asarray(parse_example(example(entry("x", 3, values)))["x"]).tolist() == values
 
 
 @pytest.mark.parametrize(
     "packed", [b"\x80", b"\x05\xff", b"\x80" * 10 + b"\x01", b"\x01" * 30 + b"\xff" * 8], ids=repr
 )
 def test_integers_that_are_cut_off_or_too_long_are_a_value_error(packed: bytes) -> None:
-    whole = example(feature("x", 3, field(1, b"\x05\x06")))
-    with pytest.raises(ValueError):  # noqa: PT011  of the decoder in C, or of protobuf
-        parse_examples([whole, example(feature("x", 3, field(1, packed)))] * 20)
+    with pytest.raises(ValueError, match=r"no tf\.train\.Example"):
+        parse_example(example(feature("x", 3, field(1, packed))))
 
 
 @given(st.binary(max_size=200))

@@ -9,8 +9,10 @@
 | (nested) list, fixed-size list, tensor of numbers, decimals or times | an array |
 | struct | one field for each member, "column.member" |
 | struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
+| list of such structs, list of binary | decoded images of one size, uint8 `[N, 3, H, W]`; nulls are left out |
+| list of structs that hold binary | a list for each member, "column.member" |
 | other lists, map | JSON text, with the numbers above in place of decimals and times |
-| lists and maps that hold binary | refused |
+| other lists and maps that hold binary | refused |
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.decode.images import decode_image
+from cachestream.sources.decode.images import decode_image, stack_images
 from cachestream.sources.decode.values import decode_with, looks_like_image, named_decoder
 from cachestream.transport import object_limit
 
@@ -114,6 +116,18 @@ class Columns:
                 for member, part in members
                 for key, values in self._fields(f"{name}.{member.name}", part).items()
             }
+        if is_split(types, kind):
+            flat, lists = array.flatten(), _list_offsets(self._arrow, array)
+            parts = zip(kind.value_type, flat.flatten(), strict=True)
+            return {
+                key: values
+                for member, part in parts
+                for key, values in self._fields(
+                    f"{name}.{member.name}", self._arrow.LargeListArray.from_arrays(lists, part)
+                ).items()
+            }
+        if _holds_files(types, kind) and self._decode_images and self._decoders.get(name) is not bytes:
+            return {name: self._checked(name, array, self._image_lists(name, array))}
         return {name: self._checked(name, array, self._plain(name, array))}
 
     def _checked(self, name: str, array: Any, values: Values) -> Values:
@@ -189,6 +203,15 @@ class Columns:
                 found.append(bytes(data))
         return found
 
+    def _image_lists(self, name: str, array: Any) -> Values:
+        """Return the decoded images in the lists of a column: an array for each row."""
+        files = array.flatten()
+        if is_image_struct(self._arrow.types, files.type):
+            files = files.field("bytes")
+        images = [self._image(name, data) for data in _buffers(files)]
+        ends = np.cumsum(_numbers(self._arrow.compute.list_value_length(array))).tolist()
+        return [_stacked(name, images[first:last]) for first, last in itertools.pairwise([0, *ends])]
+
     def _image(self, name: str, data: memoryview | None) -> Any:
         if data is None:
             return None
@@ -196,6 +219,22 @@ class Columns:
             return decode_with(self._decoders.get(name, self._decode), data, "image", f"column '{name}'")
         except SampleError as error:
             return Unusable(str(error))
+
+
+def _stacked(name: str, images: list[Any]) -> Any:
+    """Return the images of a row as one array; Unusable for the first that is."""
+    try:
+        found = [image for image in images if image is not None]
+        return next((one for one in found if isinstance(one, Unusable)), None) or stack_images(found)
+    except ValueError as error:
+        return Unusable(f"column '{name}' holds {error}")
+
+
+def _list_offsets(arrow: Any, array: Any) -> Any:
+    """Return where each list of a column begins in its flat values, null for a null list, and the end."""
+    ends = np.cumsum(_numbers(arrow.compute.list_value_length(array)), dtype=np.int64)
+    is_null = np.append(~np.asarray(array.is_valid()), False)
+    return arrow.array(np.concatenate([[0], ends]), arrow.int64(), mask=is_null)
 
 
 # --- types -------------------------------------------------------------------------------------
@@ -224,6 +263,19 @@ def is_image_struct(types: Any, kind: Any) -> bool:
         and _is_binary(types, kind.field("bytes").type)
         and (_is_text(types, kind.field("path").type) or types.is_null(kind.field("path").type))
     )
+
+
+def _holds_files(types: Any, kind: Any) -> bool:
+    """Return whether `kind` is that of lists of binary, or of Hugging Face's images."""
+    is_list = _is_list(types, kind)
+    return is_list and (_is_binary(types, kind.value_type) or is_image_struct(types, kind.value_type))
+
+
+def is_split(types: Any, kind: Any) -> bool:
+    """Return whether `kind` is that of lists of structs that hold binary: a list for each member."""
+    if not _is_list(types, kind) or not types.is_struct(kind.value_type) or _holds_files(types, kind):
+        return False
+    return any(_is_binary(types, leaf) for leaf in _leaves(types, kind))
 
 
 def _is_text(types: Any, kind: Any) -> bool:
@@ -364,52 +416,49 @@ def nested(arrow: Any, array: Any, name: str) -> Values:
 
     A row is unusable if its lists are of unequal lengths at one depth, or if they hold a null.
     """
-    lengths: list[npt.NDArray[np.int64]] = []
-    ends: list[npt.NDArray[np.int64]] = []
-    null_positions: list[npt.NDArray[np.int64]] = []  # the positions of nulls at each depth
+    if (shape := _shape_of_all(arrow, array)) is not None:
+        return _flat_numbers(arrow, array).reshape(len(array), *shape)
+    inner = array.type.value_type
+    if not _is_list(arrow.types, inner) and not array.flatten().null_count:
+        ends = np.cumsum(_numbers(arrow.compute.list_value_length(array))).tolist()
+        values = _flat_numbers(arrow, array)
+        return [values[first:last] for first, last in itertools.pairwise([0, *ends])]
+    return [_row_array(arrow, array.slice(row, 1), name) for row in range(len(array))]
+
+
+def _shape_of_all(arrow: Any, array: Any) -> tuple[int, ...] | None:
+    """Return the lengths of the lists at each depth; None if they differ, or if the lists hold a null."""
+    shape = list[int]()
     while _is_list(arrow.types, array.type):
-        if lengths:
-            null_positions.append(_null_positions(array))
-        length = _numbers(arrow.compute.list_value_length(array)).astype(np.int64)
-        lengths.append(length)
-        ends.append(np.concatenate([[0], np.cumsum(length)]))
+        lengths = _numbers(arrow.compute.list_value_length(array))
+        if len(lengths) and (lengths != lengths[0]).any():
+            return None
+        shape.append(int(lengths[0]) if len(lengths) else 0)
         array = array.flatten()
-    null_positions.append(_null_positions(array))
-    values = _numbers(_as_numbers(arrow, array))
-    bad = _rows_at(null_positions, ends)
-    if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
-        return values.reshape(
-            [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
-        )
-    if len(ends) == 1:
-        rows: list[Any] = [values[first:last] for first, last in itertools.pairwise(ends[0].tolist())]
-    else:
-        rows = [_row_array(values, lengths, ends, row, name) for row in range(len(lengths[0]))]
-    for row in bad:
-        rows[row] = Unusable(f"column '{name}' holds a null")
-    return rows
+        if array.null_count:
+            return None
+    return tuple(shape)
 
 
-def _row_array(
-    values: npt.NDArray[Any],
-    lengths: list[npt.NDArray[np.int64]],
-    ends: list[npt.NDArray[np.int64]],
-    row: int,
-    name: str,
-) -> Any:
-    """Return the array of one row, cut out of the flat `values` of all rows."""
-    shape = []
-    first, last = row, row + 1
-    for length, end in zip(lengths, ends, strict=True):
-        inside = length[first:last]
-        if len(inside) and (inside != inside[0]).any():
+def _flat_numbers(arrow: Any, array: Any) -> npt.NDArray[Any]:
+    while _is_list(arrow.types, array.type):
+        array = array.flatten()
+    return _numbers(_as_numbers(arrow, array))
+
+
+def _row_array(arrow: Any, row: Any, name: str) -> Any:
+    """Return the array of a column of one row."""
+    if (shape := _shape_of_all(arrow, row)) is not None:
+        return _flat_numbers(arrow, row).reshape(shape)
+    while not row.flatten().null_count:
+        row = row.flatten()
+        lengths = _numbers(arrow.compute.list_value_length(row))
+        if (lengths != lengths[0]).any():
             return Unusable(
-                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no "
+                f"column '{name}' holds lists of {lengths.min()} to {lengths.max()} values, which make no "
                 "array: choose others with columns=[…]"
             )
-        shape.append(int(inside[0]) if len(inside) else 0)
-        first, last = int(end[first]), int(end[last])
-    return values[first:last].reshape(shape)
+    return Unusable(f"column '{name}' holds a null")
 
 
 def _tensors(flat: Values, shape: tuple[int, ...], order: Sequence[int] | None) -> Values:
@@ -426,14 +475,3 @@ def _null_positions(array: Any) -> npt.NDArray[np.int64]:
     if not array.null_count:
         return np.empty(0, np.int64)
     return np.flatnonzero(~np.asarray(array.is_valid()))
-
-
-def _rows_at(null_positions: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
-    """Return the rows that hold the elements at the positions `null_positions` of each depth."""
-    rows: set[int] = set()
-    for depth, places in enumerate(null_positions):
-        found = places
-        for end in reversed(ends[: depth + 1]):
-            found = np.searchsorted(end, found, side="right") - 1
-        rows.update(found.tolist())
-    return rows

@@ -10,6 +10,7 @@ import importlib
 import io
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -263,6 +264,20 @@ def decode_index(data: Buffer, options: ImageOptions = UNCHANGED) -> npt.NDArray
     planes = options.cropped(planes)
     native = planes.astype(planes.dtype.newbyteorder("="))
     return np.ascontiguousarray(native if values.ndim == 3 else native[0])
+
+
+def stack_images(images: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return several images as one array, `[N, 3, H, W]`; `[0, 3, 0, 0]` for none.
+
+    Raises ValueError unless all have one size.
+    """
+    if not images:
+        return np.empty((0, 3, 0, 0), np.uint8)
+    if len({image.shape for image in images}) > 1:
+        raise ValueError(
+            "images of several sizes, which make no array: give all one size (resize= and crop=, where the source has them)"
+        )
+    return np.stack(images)
 
 
 def loss_of(head: Buffer) -> str:

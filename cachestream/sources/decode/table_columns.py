@@ -19,6 +19,7 @@ from cachestream.sources.decode.arrow_columns import (
     Unusable,
     Values,
     is_image_struct,
+    is_split,
     load_arrow,
 )
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
@@ -99,7 +100,7 @@ class ColumnOptions:
 
     def _check_names(self, arrow: Any, schema: Any, where: str) -> None:
         """Raise ConfigError for a name in an option that no column becomes."""
-        fields = [name for one in schema for name in _names_of(arrow.types, one.name, one.type)]
+        fields = [name for one in schema for name in _names_of(arrow, one.name, one.type)]
         fields += self.of_folders
         images = () if isinstance(self.decode_images, bool) else self.decode_images
         given = {"nulls": self.nulls or (), "decode_images": images, "decoders": self.decoders or ()}
@@ -130,16 +131,19 @@ def _has_member(arrow: Any, schema: Any, name: str) -> bool:
 
 def doubled_fields(arrow: Any, schema: Any) -> list[str]:
     """Return the field names that several columns would share: "a.b" beside a struct "a" with a "b", say."""
-    counts = Counter(name for one in schema for name in _names_of(arrow.types, one.name, one.type))
+    counts = Counter(name for one in schema for name in _names_of(arrow, one.name, one.type))
     return [name for name, count in counts.items() if count > 1]
 
 
-def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
-    if not types.is_struct(kind) or is_image_struct(types, kind):
+def _names_of(arrow: Any, name: str, kind: Any) -> Iterator[str]:
+    if is_split(arrow.types, kind):
+        for member in kind.value_type:
+            yield from _names_of(arrow, f"{name}.{member.name}", arrow.list_(member.type))
+    elif arrow.types.is_struct(kind) and not is_image_struct(arrow.types, kind):
+        for member in kind:
+            yield from _names_of(arrow, f"{name}.{member.name}", member.type)
+    else:
         yield name
-        return
-    for member in kind:
-        yield from _names_of(types, f"{name}.{member.name}", member.type)
 
 
 def usable_rows(

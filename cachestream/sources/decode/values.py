@@ -39,7 +39,7 @@ from cachestream.transport import object_limit
 MAX_HEADER_BYTES: Final = 1 << 16  # of a .npy file
 _to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
-_Data = TypeVar("_Data", bound=Buffer)
+_Data = TypeVar("_Data")
 # Object addresses are removed from reasons, so that equal reasons are counted together.
 _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 

@@ -245,7 +245,7 @@ def _raw(basename: Any) -> Callable[[Any], None]:
         (_raw("/etc/passwd"), "leads out of the folder"),
         (_raw("..\\a"), "leads out of the folder"),
         (_raw("s3://other/a"), "leads out of the folder"),
-        (_raw("a\0b"), "the file name"),
+        (_raw("a\0b"), "a file name"),
         (_raw("a\nb"), "file name"),
         (_raw(7), "file name"),
         (_raw(""), "file name"),
@@ -436,7 +436,7 @@ def test_images_of_several_sizes_in_one_value_are_a_problem_that_says_what_to_do
     value = struct.pack("<4I", 0, 2, *map(len, images)) + b"".join(images)
     body = struct.pack("<I", len(value)) + value
     folder = forged(tmp_path, [12, 12 + len(body)], body, "list[png]")
-    with pytest.raises(SampleError, match=r"several sizes.*give resize= and crop="):
+    with pytest.raises(SampleError, match=r"several sizes.*resize= and crop="):
         read(MDSSource(folder), 0)
     assert read(MDSSource(folder, crop=4), 0)[0][1]["x"].shape == (2, 3, 4, 4)
 
