@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,15 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
+from cachestream.ray.supervision import ALONE, Import, SharedPass, SharingProcess
 from cachestream.schema import Span
 from cachestream.shard_format import encode_header
 from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
 from cachestream.worker.child_process import Forks
-from cachestream.worker.cluster.connection import ClusterOptions
-from cachestream.worker.cluster.supervision import ALONE, SharingProcess
+from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.messages import Import, Publication, SharedPass
+from cachestream.worker.messages import Publication
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import begin_or_resume
 from cachestream.worker.planner import Planner
@@ -55,7 +56,8 @@ class Shared:
 
     def __init__(self, cache: Cache) -> None:
         self.cache, self.channel = cache, Answers()
-        self.job = WorkerOptions(num_workers=2, order="sequential").job(cache, Numbers(LENGTH))
+        job = WorkerOptions(num_workers=2, order="sequential").job(cache, Numbers(LENGTH))
+        self.job = replace(job, cluster=ClusterOptions("auto", group="g"))
         begin_or_resume(cache, self.job, UserOrder(self.job))
         self.begin()
 
@@ -86,8 +88,8 @@ class Shared:
     def pass_id(self) -> int:
         return self.state.row.id
 
-    def decide(self, make: list[tuple[int, int]], done: list[tuple[int, int]]) -> None:
-        self.ask("decide", self.pass_id, make, done)
+    def decide(self, *make: tuple[int, int]) -> None:
+        self.ask("decide", self.pass_id, list(make))
 
     def copy(self, start: tuple[int, int], stop: tuple[int, int], positions: list[int], pass_id: int) -> bool:
         """Publish a copy of a shard of others, and forget it again; False if it is not wanted."""
@@ -123,38 +125,33 @@ def test_what_the_group_gives_is_handed_out_and_what_it_takes_away_again_is_not(
     assert shared.state.undecided == ((0, LENGTH),)
     assert shared.planner.take(0, 5) is None
     assert not shared.planner.is_handed_out
-    shared.decide([(0, 6)], [(20, 30)])
-    assert (shared.state.undecided, shared.state.making) == (((6, 20),), ((0, 6),))
+    shared.decide((0, 6))
+    assert (shared.state.undecided, shared.state.making) == (((6, LENGTH),), ((0, 6),))
     taken = shared.planner.take(0, 2)
     assert taken is not None
     assert [unit.position for unit in taken.units] == [0, 1]
     shared.ask("share")
-    assert (shared.state.undecided, shared.state.making) == (((2, 20),), ((0, 2),))
-    assert shared.state.is_making(np.array([0, 1, 2, 19, LENGTH])).tolist() == [
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert (shared.state.undecided, shared.state.making) == (((2, LENGTH),), ((0, 2),))
+    is_undecided = shared.state.is_undecided(np.array([0, 1, 2, LENGTH - 1, LENGTH]))
+    assert is_undecided.tolist() == [False, False, True, True, False]
     with shared.planner.noted(0, [0, 1], ()):
         pass
-    assert shared.planner.row.positions_done == 12
+    assert shared.planner.row.positions_done == 2
 
 
-def test_the_number_of_blocks_that_are_offered_is_told(shared: Shared) -> None:
-    assert shared.state.offered == 0
-    shared.decide([(3, 7), (9, 10)], [])
-    assert shared.state.offered == 5, "of one unit each, in so short a pass"
+def test_the_number_of_blocks_that_could_be_taken_is_told(shared: Shared) -> None:
+    assert shared.state.wants == 4
+    shared.decide((3, 6))
+    assert shared.state.wants == 1, "of one unit each, in so short a pass"
 
 
 def test_a_decision_on_another_pass_decides_nothing(shared: Shared) -> None:
-    shared.ask("decide", shared.pass_id + 1, [(0, 5)], [(5, 9)])
+    shared.ask("decide", shared.pass_id + 1, [(0, 5)])
     assert shared.state.undecided == ((0, LENGTH),)
 
 
 def test_decisions_outlast_the_supervisor_and_the_undecided_rest_is_that_of_the_group(shared: Shared) -> None:
-    shared.decide([(0, 6)], [(20, 30)])
+    shared.decide((0, 6))
     assert shared.planner.take(0, 2) is not None
     shared.requests.record()
     shared.requests.release()
@@ -162,11 +159,11 @@ def test_decisions_outlast_the_supervisor_and_the_undecided_rest_is_that_of_the_
     alone.begin()
     taken = alone.take(0, LENGTH)
     assert taken is not None
-    assert [unit.position for unit in taken.units] == list(range(20)), (
+    assert [unit.position for unit in taken.units] == list(range(LENGTH)), (
         "without a group it makes all that is left"
     )
     shared.begin()
-    assert shared.state.undecided == ((0, 20),), "what no process has is for the group to decide"
+    assert shared.state.undecided == ((0, LENGTH),), "what no process has is for the group to decide"
 
 
 def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) -> None:
@@ -177,7 +174,7 @@ def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) 
     recorded = shared.cache.filling.state().last_pass
     assert recorded is not None
     assert PassPlan.from_json(recorded.plan).ordinal == 4
-    shared.decide([(0, 2)], [])
+    shared.decide((0, 2))
     assert not shared.ask("follow", pass_id, 5)
     assert PassPlan.from_json(shared.state.row.plan).ordinal == 4
 
@@ -185,7 +182,7 @@ def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) 
 def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) -> None:
     publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
     held = shard_ids(shared.cache)
-    shared.decide([(10, 14)], [(20, 21)])
+    shared.decide((10, 14))
     assert shared.planner.take(0, 2) is not None
     copy = shared.copy_of_this
     assert copy((0, 0), (4, 1))  # up to the samples that are held
@@ -195,9 +192,7 @@ def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) 
     assert copy((6, 2), (10, 0))
     assert not copy((9, 0), (10, 1))
     assert not copy((13, 0), (15, 0))
-    assert copy((14, 0), (20, 0))
-    assert copy((20, 0), (21, 0))  # done without samples here: another cache has lost its replica
-    assert copy((21, 0), (30, 0))
+    assert copy((14, 0), (LENGTH, 0))
     assert not copy((29, 0), (30, 1))
     assert shard_ids(shared.cache) == held, "a copy that is refused leaves nothing"
 
@@ -205,10 +200,8 @@ def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) 
 def test_what_was_copied_is_not_handed_out_though_the_group_goes_before_it_says_that_it_is_done(
     shared: Shared,
 ) -> None:
-    shared.job = replace(shared.job, cluster=ClusterOptions("auto", group="g"))
-    shared.begin()
     publish(shared.cache, content(4), spans=[Span((2, 0), (6, 0))], pass_id=shared.pass_id)
-    shared.decide([(0, 8)], [])
+    shared.decide((0, 8))
     taken = shared.planner.take(0, 8)
     assert taken is not None
     assert [unit.position for unit in taken.units] == [0, 1, 6, 7]
@@ -218,7 +211,7 @@ def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_ma
     shared: Shared,
 ) -> None:
     publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
-    shared.decide([(10, 12)], [(20, 21)])
+    shared.decide((10, 12))
     earlier = shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH)
     assert earlier not in (0, shared.pass_id)
     assert shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH) == earlier
@@ -236,7 +229,15 @@ def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_ma
     assert not is_open_at(0)
 
 
-def test_what_the_group_says_is_the_message_of_the_filling(shared: Shared) -> None:
-    assert shared.sharing.message == ""
-    shared.ask("group", ALONE)
+def test_without_an_answer_some_positions_are_made_alone_until_the_group_answers(shared: Shared) -> None:
+    shared.ask("group", "no cluster")
     assert shared.sharing.message == ALONE
+    shared.sharing.tick(0.0, 0.0)
+    assert shared.state.wants == 0
+    making = sum(stop - start for start, stop in shared.state.making)
+    assert 0 < making <= 4
+    shared.ask("group", "")
+    assert shared.sharing.message == ""
+    shared.ask("share")
+    shared.sharing.tick(time.monotonic(), 0.0)
+    assert shared.state.undecided == ((0, LENGTH),)

@@ -15,8 +15,8 @@ import pytest
 
 from cachestream import Cache, ConfigError, WorkerError, start_worker
 from cachestream.storage.shard import shard_path
+from tests.ray.nodes import DONE_S, Members, open_files, reads, wait_for_end
 from tests.storage.support import disk_bytes, shard_ids
-from tests.worker.cluster.nodes import DONE_S, Members, open_files, reads, wait_for_end
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     Processes,
@@ -196,7 +196,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(ConfigError, match=r"pip install 'cachestream\[ray\]'"):
             start_worker(cache, source, share="group")
-    monkeypatch.setattr("cachestream.worker.launch.current_address", lambda: "auto")
+    monkeypatch.setattr("cachestream.ray.connection.current_address", lambda: "auto")
     with (
         Cache(tmp_path / "held", size_limit="50MB", min_free=0) as cache,
         pytest.raises(ConfigError, match="holdout="),

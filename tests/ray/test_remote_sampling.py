@@ -23,12 +23,9 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
-from cachestream.worker.cluster.read_actor import CALLS
 from tests.cli.support import cli_here, done
-from tests.storage.support import disk_bytes
-from tests.support.plugins import forget_plugins, lay_package, lay_site
-from tests.worker.cluster.nodes import NODE
-from tests.worker.cluster.support import (
+from tests.ray.nodes import NODE
+from tests.ray.support import (
     Sample,
     Tables,
     in_windows,
@@ -41,6 +38,8 @@ from tests.worker.cluster.support import (
     with_noise,
     with_reading_threads,
 )
+from tests.storage.support import disk_bytes
+from tests.support.plugins import forget_plugins, lay_package, lay_site
 from tests.worker.sources import Mute, Named, Numbers, Ragged
 from tests.worker.support import (
     DEADLINE_S,
@@ -322,7 +321,7 @@ def test_actors_read_all_groups_by_the_same_threads_and_a_stop_leaves_none(
     wait_until(lambda: not actor_pids(cluster), "no actor is left")
     assert len(only_once(cache)) < 10_000
     threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
-    assert 1 <= max(threads) <= 2 * CALLS
+    assert 1 <= max(threads) <= 4  # besides the two, those of units that were silent for a second
 
 
 @pytest.mark.e2e

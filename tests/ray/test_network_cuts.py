@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cachestream import Cache
+from tests.ray.nodes import STORE_BYTES, python_path, reads
+from tests.ray.trainer import LIMIT_BYTES
 from tests.storage.support import disk_bytes
 from tests.support.hosts import Host, needs_hosts, run_hosts
-from tests.worker.cluster.nodes import STORE_BYTES, python_path, reads
-from tests.worker.cluster.trainer import LIMIT_BYTES
 from tests.worker.sources import Numbers
 from tests.worker.support import log_of, only_once, wait_until
 
@@ -93,7 +93,7 @@ class Site:
     def _train(self, index: int) -> None:
         path = self._folder / f"cache-{index}"
         arguments = [str(path), self.source.journal, str(UNITS), str(PAUSE_S)]
-        self._run(index, f"trainer-{index}.txt", "tests.worker.cluster.trainer", *arguments)
+        self._run(index, f"trainer-{index}.txt", "tests.ray.trainer", *arguments)
         wait_until(lambda: "begun" in self._log(f"trainer-{index}.txt"), f"cache {index} is there", START_S)
         self.caches.append(self._stack.enter_context(Cache(path)))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachestream import EpochLoader
-from tests.worker.cluster.nodes import Members, RayCluster, python_path, reads
+from tests.ray.nodes import Members, RayCluster, python_path, reads
 from tests.worker.sources import Numbers
 from tests.worker.support import Processes, log_of, script, wait_until
 
