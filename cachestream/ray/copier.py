@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cachestream.errors import CacheError, CorruptShardError
 from cachestream.ray.group import GroupView, HeldShard, parsed
-from cachestream.ray.supervision import ANSWER_S, Import, SharedPass
+from cachestream.ray.supervision import ANSWER_S, SharedPass
 from cachestream.schema import WHOLE, Span, span_array, spans_of
 from cachestream.shard_format import LENGTH_BYTES, ShardContent, ShardData, encode_header, header_bytes
 from cachestream.storage.cache import Cache
@@ -40,9 +40,10 @@ _LINE_CHARS: Final = 200
 
 @dataclass(slots=True)
 class _Fetch:
-    """A shard under way, into a reservation of this cache."""
+    """A shard under way, into a reservation of this cache, without the samples at the positions `unwanted`."""
 
     shard: HeldShard
+    unwanted: Collection[int]
     holder: str
     reserved: Reserved
     until_s: float
@@ -60,8 +61,7 @@ class Copier:
         self._view = GroupView()
         self._wanted: list[HeldShard] = []
         self._fetches: dict[Any, _Fetch] = {}
-        # The time until which each cache is avoided; afterwards it is asked for one shard at a time.
-        self._avoid_s: dict[str, float] = {}
+        self._avoid_s: dict[str, float] = {}  # the time until which each cache is not asked
         self._attempts: Counter[str] = Counter()  # failed ones, of each shard
         self.has_room = True
 
@@ -92,16 +92,12 @@ class Copier:
         now_s = time.monotonic()
         while self._wanted and len(self._fetches) < _AT_ONCE:
             shard = self._wanted.pop(0)
-            asked = {fetch.holder for fetch in self._fetches.values()} & self._avoid_s.keys()
-            holders = [
-                one
-                for one in self._view.holders(shard)
-                if one[0] not in asked and self._avoid_s.get(one[0], 0.0) < now_s
-            ]
+            holders = [one for one in self._view.holders(shard) if self._avoid_s.get(one[0], 0.0) < now_s]
             if not holders or self._is_under_way(shard):
                 continue
             shared: SharedPass = self._link.ask("shared_pass")
-            if not self._is_wanted(shard, shared).any():
+            is_wanted = self._is_wanted(shard, shared)
+            if not is_wanted.any():
                 self._view.refused.add(shard.content)
                 continue
             is_earlier = shard.plan != shared.row.plan
@@ -115,7 +111,8 @@ class Copier:
             holder, shard_id = random.choice(holders)
             ref = self._view.servers[holder].read.remote(shard_id)
             until_s = now_s + _COPY_S + shard.nbytes / _COPY_BYTES_PER_S
-            self._fetches[ref] = _Fetch(shard, holder, reserved[0], until_s)
+            unwanted = set(positions_of(shard.spans)[~is_wanted].tolist())
+            self._fetches[ref] = _Fetch(shard, unwanted, holder, reserved[0], until_s)
 
     def _is_under_way(self, shard: HeldShard) -> bool:
         """True if samples of `shard` are being copied."""
@@ -171,15 +168,14 @@ class Copier:
             self._view.refused.add(content)
 
     def _publish(self, fetch: _Fetch, data: npt.NDArray[np.uint8]) -> None:
-        """Publish the samples of a shard that this cache wants."""
+        """Publish the samples of a shard that this cache wants; one that wants others by now will ask again."""
         shard = _checked(data, fetch.shard.content)
-        shared: SharedPass = self._link.ask("shared_pass")
-        positions, is_wanted = positions_of(fetch.shard.spans), self._is_wanted(fetch.shard, shared)
-        found = without(shard, set(positions[~is_wanted].tolist()))
+        found = without(shard, fetch.unwanted)
         if found is None:
             self._cancel(fetch)
             self._view.refused.add(fetch.shard.content)
             return
+        shared: SharedPass = self._link.ask("shared_pass")
         plan, current, pass_id = parsed(fetch.shard.plan), parsed(shared.row.plan), shared.row.id
         if plan != current:
             text, length = fetch.shard.plan, shard.fill["length"]
@@ -187,8 +183,8 @@ class Copier:
         content, spans = found
         positions = positions_in(current, plan, positions_of(spans))
         written = write_shard(self._cache.directory, fetch.reserved, encode_header(content), content)
-        self._link.ask("import", Import(Publication(pass_id, (written,), spans), positions))
-        self._avoid_s.pop(fetch.holder, None)
+        if not self._link.ask("import", Publication(pass_id, (written,), spans), positions):
+            self._cancel(fetch)
         self._attempts.pop(fetch.shard.content, None)
 
 

@@ -53,45 +53,27 @@ _LASTING: Final[dict[str, Any]] = {"max_restarts": -1, "resources": {"node:__int
 
 
 class HeldShards:
-    """The shards of `cache`, and those of them that the group knows."""
+    """The shards of `cache` that the group knows, and their `contents`."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._shards: dict[int, HeldShard | None] = {}  # None for one that cannot be shared
-        self._reported: set[int] = set()
-        self._whole: dict[str, tuple[Positions, ...]] = {}
-
-    @property
-    def contents(self) -> set[str]:
-        """The contents of all shards, as of the last call of `changes`."""
-        return {shard.content for shard in self._shards.values() if shard is not None}
-
-    def report_all(self) -> None:
-        """Have the next changes name all shards."""
-        self._reported.clear()
+        self.contents: set[str] = set()
 
     def changes(self) -> tuple[tuple[HeldShard, ...], tuple[str, ...]]:
         """The shards that have come since the last call, and the contents of those that have gone."""
         ids = self._cache.filling.shard_ids()
-        gone = [(shard_id, self._shards.pop(shard_id)) for shard_id in self._shards.keys() - ids]
-        for shard_id in sorted(ids - self._shards.keys()):
-            self._shards[shard_id] = _held_shard(self._cache.path, shard_id)
-        added = [self._shards[shard_id] for shard_id in sorted(self._shards.keys() - self._reported)]
-        removed = [held for shard_id, held in gone if shard_id in self._reported]
-        self._reported = set(self._shards)
-        if gone or added:
-            self._whole.clear()
-        return tuple(filter(None, added)), tuple(held.content for held in removed if held is not None)
+        gone = [self._shards.pop(shard_id) for shard_id in self._shards.keys() - ids]
+        new = {one: _held_shard(self._cache.path, one) for one in sorted(ids - self._shards.keys())}
+        self._shards |= new
+        self.contents = {shard.content for shard in self._shards.values() if shard is not None}
+        return tuple(filter(None, new.values())), tuple(shard.content for shard in gone if shard is not None)
 
-    def whole(self, plan: str) -> tuple[Positions, ...]:
-        """The positions of the pass `plan` of which the cache holds all samples, as of the last call of
-        `changes`.
-        """
-        if plan not in self._whole:
-            cached = self._cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
-            spans = merge_spans(cached.of(parsed(plan))).tolist()
-            self._whole = {plan: tuple((first + (offset > 0), last) for first, offset, last, _ in spans)}
-        return self._whole[plan]
+    def whole(self, plan: str) -> list[Positions]:
+        """The positions of the pass `plan` of which the cache holds all samples."""
+        cached = self._cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
+        spans = merge_spans(cached.of(parsed(plan))).tolist()
+        return [(first + (offset > 0), last) for first, offset, last, _ in spans]
 
 
 class GroupMember:
@@ -158,8 +140,7 @@ class GroupMember:
                 "give the group another name, or all its caches the same"
             )
         self._link.ask("share")
-        self._shards.report_all()
-        self._view = GroupView()
+        self._shards, self._view = HeldShards(self._cache), GroupView()
         return self._view
 
     def _watch_server(self) -> None:
@@ -197,8 +178,9 @@ class GroupMember:
         if answer.ordinal > parsed(plan).ordinal and self._link.ask("follow", shared.row.id, answer.ordinal):
             return
         self._copier.want((current + earlier)[:_COPIES], view)
-        # The samples of a whole unit are passed over where it is handed out.
-        make = [*answer.make, *_common(shared.undecided, self._shards.whole(plan))]
+        make = list(answer.make)
+        if added:
+            make += self._shards.whole(plan)  # where these are handed out, they are passed over
         if make:
             self._link.ask("decide", shared.row.id, make)
 
@@ -218,20 +200,6 @@ class GroupMember:
         if self._failures == _MOST_FAILURES:
             raise SourceUnavailableError(f"the Ray cluster at {self._cluster.address} is away")
         self._stop.wait(LATER_PAUSE_S if self._failures > 1 else 0.0)
-
-
-def _common(ranges: tuple[Positions, ...], others: tuple[Positions, ...]) -> list[Positions]:
-    """The positions in `ranges` and in `others`, both in order."""
-    found, left = list[Positions](), list(reversed(others))
-    for start, stop in ranges:
-        while left and left[-1][0] < stop:
-            first, last = left[-1]
-            if max(start, first) < min(stop, last):
-                found.append((max(start, first), min(stop, last)))
-            if last > stop:
-                break
-            left.pop()
-    return found
 
 
 def _held_shard(root: str, shard_id: int) -> HeldShard | None:

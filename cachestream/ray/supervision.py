@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.schema import IntArray, Span
-from cachestream.storage.filling import overlapping
+from cachestream.schema import IntArray
 from cachestream.storage.progress import PassRow, Positions
-from cachestream.storage.publish import SpansOf
 from cachestream.worker.channel import Channel, Message
 from cachestream.worker.child_process import ChildProcess, Forks
 from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
@@ -65,18 +63,6 @@ class SharedPass:
         begun = np.searchsorted(starts, positions, side="right")
         is_in: npt.NDArray[np.bool_] = begun > np.searchsorted(stops, positions, side="right")
         return is_in
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """A shard of another cache that was written here, to be published unless this cache has or makes its
-    samples.
-
-    In the current pass, which may be another one than theirs, they are at `positions`.
-    """
-
-    publication: Publication
-    positions: IntArray
 
 
 class SharingProcess:
@@ -209,31 +195,14 @@ class SharingProcess:
     def _on_earlier(self, _process: int, source: str, plan: str, length: int | None) -> int:
         return self._cache.filling.enter_earlier_pass(source, plan, length)
 
-    def _on_import(self, process: int, imported: Import) -> bool:
-        """Publish a copied shard, unless this cache holds or makes its samples by now."""
-        pass_id, spans = imported.publication.pass_id, imported.publication.spans
+    def _on_import(self, process: int, publication: Publication, positions: IntArray) -> bool:
+        """Publish a copied shard, if the group decides on all of its `positions` in the current pass.
 
-        def is_wanted(spans_of: SpansOf) -> bool:
-            shared = self._shared_pass()
-            assert shared is not None
-            return _is_open(spans_of, pass_id, spans, shared, imported.positions)
-
-        is_published = self._requests.publish(process, imported.publication, is_wanted)
+        Of these this cache has made nothing; the process has left out what it holds besides.
+        """
+        shared = self._shared_pass()
+        if shared is None or not shared.is_undecided(positions).all():
+            return False
+        is_published = self._requests.publish(process, publication)
         self._planner.orders.look_again()
         return is_published
-
-
-def _is_open(
-    spans_of: SpansOf, pass_id: int, spans: tuple[Span, ...], shared: SharedPass, positions: IntArray
-) -> bool:
-    """True if this cache neither holds nor makes the samples of `spans` of the pass `pass_id`.
-
-    In its current pass, which may be another one, they are at `positions`.
-    """
-    if not np.all(shared.is_undecided(positions)) or len(overlapping(spans_of(pass_id), spans)):
-        return False
-    if pass_id == shared.row.id:
-        return True
-    made = spans_of(shared.row.id)
-    held = [(int(first), int(last) + int(until > 0)) for first, _, last, until in made]
-    return not any(np.any((positions >= start) & (positions < stop)) for start, stop in held)

@@ -146,13 +146,6 @@ def answers(cache: Cache) -> int:
     return log_of(cache).count("'group' answers")
 
 
-def test_a_cut_of_a_few_seconds_costs_little(make_site: Callable[..., Site]) -> None:
-    site = make_site()
-    site.cut(2, 6.0)
-    site.wait_for_end()
-    assert reads(site.source) <= 1.25 * UNITS
-
-
 def test_a_cache_that_is_cut_off_goes_on_alone_and_joins_again(make_site: Callable[..., Site]) -> None:
     site = make_site()
     alone = site.cut(2, 35.0)

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
-from cachestream.ray.supervision import ALONE, Import, SharedPass, SharingProcess
+from cachestream.ray.copier import Copier
+from cachestream.ray.group import HeldShard
+from cachestream.ray.supervision import ALONE, SharedPass, SharingProcess
 from cachestream.schema import Span
 from cachestream.shard_format import encode_header
 from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
+from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.child_process import Forks
 from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.launch import WorkerOptions
@@ -98,10 +101,19 @@ class Shared:
         reserved = self.ask("reserve_now", (len(header) + shard.data_bytes,), True)
         written = write_shard(self.cache.directory, reserved[0], header, shard)
         publication = Publication(pass_id, (written,), (Span(start, stop),))
-        is_published: bool = self.ask("import", Import(publication, np.array(positions, np.int64)))
+        is_published: bool = self.ask("import", publication, np.array(positions, np.int64))
         if is_published:
             self.cache.quarantine(written.id, "for the test")
+        else:
+            self.ask("cancel", reserved)
         return is_published
+
+    def wanted(self, start: tuple[int, int], stop: tuple[int, int], plan: str) -> list[bool]:
+        """For each position of a shard of others: True if this cache wants its samples there."""
+        copier = Copier(None, self.job, self.cache, cast("SupervisorLink", self))
+        shard = HeldShard("content", 1, 1000, plan, (Span(start, stop),))
+        found: list[bool] = copier._is_wanted(shard, self.state).tolist()
+        return found
 
     def copy_of_this(self, start: tuple[int, int], stop: tuple[int, int]) -> bool:
         positions = list(range(start[0], stop[0] + (stop[1] > 0)))
@@ -179,21 +191,23 @@ def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) 
     assert PassPlan.from_json(shared.state.row.plan).ordinal == 4
 
 
-def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) -> None:
+def test_a_copy_is_published_only_where_nothing_is_made_and_wanted_where_nothing_is_held(
+    shared: Shared,
+) -> None:
     publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
     held = shard_ids(shared.cache)
     shared.decide((10, 14))
     assert shared.planner.take(0, 2) is not None
-    copy = shared.copy_of_this
-    assert copy((0, 0), (4, 1))  # up to the samples that are held
-    assert not copy((0, 0), (4, 2))
-    assert not copy((5, 0), (5, 1))
-    assert not copy((6, 1), (7, 0))
-    assert copy((6, 2), (10, 0))
-    assert not copy((9, 0), (10, 1))
-    assert not copy((13, 0), (15, 0))
-    assert copy((14, 0), (LENGTH, 0))
-    assert not copy((29, 0), (30, 1))
+    plan = shared.state.row.plan
+    assert shared.copy_of_this((6, 2), (10, 0))
+    assert not shared.copy_of_this((9, 0), (10, 1))
+    assert not shared.copy_of_this((13, 0), (15, 0))
+    assert shared.copy_of_this((14, 0), (LENGTH, 0))
+    assert shared.wanted((3, 0), (4, 1), plan) == [True, True], "up to the samples that are held"
+    assert shared.wanted((3, 0), (4, 2), plan) == [True, False]
+    assert shared.wanted((5, 0), (8, 0), plan) == [False, False, True]
+    assert shared.wanted((6, 2), (7, 0), plan) == [True]
+    assert shared.wanted((9, 0), (11, 0), plan) == [True, False]
     assert shard_ids(shared.cache) == held, "a copy that is refused leaves nothing"
 
 
@@ -207,26 +221,21 @@ def test_what_was_copied_is_not_handed_out_though_the_group_goes_before_it_says_
     assert [unit.position for unit in taken.units] == [0, 1, 6, 7]
 
 
-def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_made_nor_held(
-    shared: Shared,
-) -> None:
+def test_of_an_earlier_pass_the_units_are_wanted_that_are_neither_made_nor_held(shared: Shared) -> None:
+    assert shared.ask("follow", shared.pass_id, 3)
+    current = shared.state.row.plan
+    before = replace(PassPlan.from_json(current), ordinal=2).to_json()
     publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
     shared.decide((10, 12))
-    earlier = shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH)
+    earlier = shared.ask("earlier", shared.job.fingerprint, before, LENGTH)
     assert earlier not in (0, shared.pass_id)
-    assert shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH) == earlier
-
-    def is_open_at(*positions: int) -> bool:
-        return shared.copy((4, 0), (7, 0), list(positions), earlier)
-
-    assert [is_open_at(position) for position in (3, 4, 6, 7, 10, 11, 12, LENGTH)] == [
-        True, False, False, True, False, False, True, False,
-    ]  # fmt: skip
-    assert is_open_at(29, 0, 7)
-    assert not is_open_at(29, 11, 7)
-    assert is_open_at()
-    publish(shared.cache, content(20), spans=[Span((6, 0), (6, 1))], pass_id=earlier)
-    assert not is_open_at(0)
+    assert shared.ask("earlier", shared.job.fingerprint, before, LENGTH) == earlier
+    publish(shared.cache, content(20), spans=[Span((20, 0), (21, 0))], pass_id=earlier)
+    assert shared.wanted((3, 0), (8, 0), before) == [True, False, False, False, True]
+    assert shared.wanted((9, 0), (13, 0), before) == [True, False, False, True]
+    assert shared.wanted((19, 0), (22, 0), before) == [True, False, True]
+    later = replace(PassPlan.from_json(current), ordinal=4).to_json()
+    assert not any(shared.wanted((3, 0), (8, 0), later))
 
 
 def test_without_an_answer_some_positions_are_made_alone_until_the_group_answers(shared: Shared) -> None:
