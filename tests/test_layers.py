@@ -155,6 +155,23 @@ def test_only_the_lazy_package_imports_the_integrations() -> None:
     assert not [str(found) for found in wrong if not _names(found.module, "integrations")]
 
 
+def test_the_core_reaches_ray_through_one_door_and_nobody_uses_private_names_of_ray() -> None:
+    """`cachestream.ray` stands on top: `worker.cluster` names it, and loads it where a worker is to use Ray."""
+    wrong = [
+        str(found)
+        for found in _all_imports()
+        if _names(found.target, "cachestream.ray") and not _names(found.module, "ray")
+    ]
+    for name, tree in _modules().items():
+        if name != "worker.cluster" and not _names(name, "ray"):
+            texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+            wrong += [name for text in texts if isinstance(text, str) and "cachestream.ray" in text]
+        if _names(name, "ray"):
+            source = ast.unparse(tree)
+            wrong += re.findall(r"ray\._\w+|_raylet|ray\.internal|_generator_backpressure\w*", source)
+    assert not wrong
+
+
 def test_modules_do_not_import_one_another_in_a_circle() -> None:
     graph: dict[str, set[str]] = {name: set() for name in _modules()}
     for found in _internal_imports():
@@ -192,10 +209,10 @@ def test_a_library_is_imported_only_where_it_belongs(what: str) -> None:
 
 
 def test_only_the_command_line_reads_the_environment() -> None:
-    """And what knows the job: torchrun tells nowhere else whether it starts ranks again."""
+    """And what knows the job: torchrun and Ray tell nowhere else whether ranks start again, and where a cluster is."""
     wrong = []
     for name, tree in _modules().items():
-        if name in {"cli.app", "training.ranks"}:
+        if name in {"cli.app", "training.ranks", "ray.connection"}:
             continue
         for node in ast.walk(tree):
             read = (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}) or (

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.sources.user_code import by_value
-from cachestream.worker.cluster.connection import ClusterOptions
+from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.order import Partition
 
 _OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle

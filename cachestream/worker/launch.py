@@ -48,13 +48,7 @@ from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import PROCESSES_AT_MOST, READS_AT_ONCE
 from cachestream.transport.remote import Remote
-from cachestream.worker.cluster.connection import (
-    ENGINES,
-    MOST_ACTORS,
-    ClusterOptions,
-    check_actor_options,
-    current_address,
-)
+from cachestream.worker.cluster import ENGINES, MOST_ACTORS, ClusterOptions, ray_module
 from cachestream.worker.job import Job, Payload, pack
 from cachestream.worker.listings import has_plain_names
 from cachestream.worker.order import PassPlan, parse_partition
@@ -125,7 +119,7 @@ class WorkerOptions:
         if self.ray_options and self.engine != "ray":
             raise ConfigError("ray_options= are for the actors of engine='ray'")
         if self.ray_options:
-            check_actor_options(self.ray_options)
+            ray_module("connection").check_actor_options(self.ray_options)
         if self.share is None:
             if self.share_required:
                 raise ConfigError("share_required= is of a group of caches: name it with share=")
@@ -155,7 +149,7 @@ class WorkerOptions:
         if self.engine == "local" and self.share is None:
             return None
         return ClusterOptions(
-            current_address(),
+            ray_module("connection").current_address(),
             num_actors=int(self.num_workers or DEFAULT_ACTORS) if self.engine == "ray" else 0,
             actor_options=dict(self.ray_options or {}),
             group=self.share or "",

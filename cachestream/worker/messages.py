@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from cachestream.schema import IntArray, Schema, Span
-from cachestream.storage.progress import PassRow, Positions
+from cachestream.schema import Schema, Span
 from cachestream.storage.publish import WrittenShard
 from cachestream.storage.tables import FailureRow
 
@@ -50,36 +46,3 @@ class Publication:
     finished: tuple[int, ...] = ()
     advanced: tuple[tuple[int, int], ...] = ()
     failures: tuple[FailureRow, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPass:
-    """The current pass of a cache that shares its filling.
-
-    `undecided`: positions on which the group decides. `making`: positions that sampling processes have, or
-    may take; `offered`: the number of those that they may take, in blocks.
-    """
-
-    row: PassRow
-    undecided: tuple[Positions, ...]
-    making: tuple[Positions, ...]
-    offered: int
-
-    def is_making(self, positions: IntArray) -> npt.NDArray[np.bool_]:
-        """For each of `positions`: True if a sampling process of this cache makes it, or may."""
-        starts, stops = np.array(self.making, np.int64).reshape(-1, 2).T
-        begun = np.searchsorted(np.sort(starts), positions, side="right")
-        is_in: npt.NDArray[np.bool_] = begun > np.searchsorted(np.sort(stops), positions, side="right")
-        return is_in | (positions >= self.row.next_position)
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """A shard of another cache that was written here, to be published unless this cache has or makes its
-    samples.
-
-    In the current pass, which may be another one than theirs, they are at `positions`.
-    """
-
-    publication: Publication
-    positions: IntArray

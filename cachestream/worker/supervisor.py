@@ -39,8 +39,7 @@ from cachestream.storage.telemetry import Board, History
 from cachestream.worker.attachments import Attachments
 from cachestream.worker.channel import Channel, Message
 from cachestream.worker.child_process import ChildProcess, Forks, Guardian
-from cachestream.worker.cluster.connection import describe
-from cachestream.worker.cluster.supervision import SharingProcess
+from cachestream.worker.cluster import Sharing, describe, ray_module
 from cachestream.worker.fill_record import FillRecord
 from cachestream.worker.health import (
     GiveUpError,
@@ -105,11 +104,12 @@ class Supervisor:
         )
         self._numbers = {child.process: child.index for child in children}
         self._numbers[self._lister.process] = _LISTER
-        self._sharing = (
-            SharingProcess(job, cache, forks, self._planner, self._requests) if is_shared else None
-        )
-        if self._sharing is not None:
-            self._numbers[self._sharing.process] = _SHARING
+        self._sharing: Sharing | None = None
+        if is_shared:
+            sharing: Sharing = ray_module("supervision").SharingProcess(
+                job, cache, forks, self._planner, self._requests
+            )
+            self._sharing, self._numbers[sharing.process] = sharing, _SHARING
         self._look_for_changes = self._has_promoted = self._resting = self._is_stopping = False
         self.asks_failed_again = False  # after the pass that is open, by one more
         self._system_errors = SystemErrors()
@@ -129,10 +129,10 @@ class Supervisor:
         job, board = self._job, self._board
 
         def run(end: socket.socket) -> int:
-            module = "cachestream.worker.sampling.sampler"
+            module = importlib.import_module("cachestream.worker.sampling.sampler")
             if job.cluster and job.cluster.num_actors:
-                module = "cachestream.worker.cluster.remote_sampling"
-            code: int = importlib.import_module(module).run(
+                module = ray_module("remote_sampling")
+            code: int = module.run(
                 end, job, index, board.slot(index), self._requests.status, self._requests.schema
             )
             return code

@@ -31,7 +31,7 @@ from cachestream.storage.status import (
     warn_of_skipped,
 )
 from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments, WorkerMonitor, release
-from cachestream.worker.cluster.connection import check_cluster, describe
+from cachestream.worker.cluster import describe, ray_module
 from cachestream.worker.job import Job
 from cachestream.worker.launch import (
     CONCURRENCY,
@@ -343,7 +343,7 @@ def _check_cluster(cache: Cache, job: Job) -> None:
     if job.cluster is None:
         return
     try:
-        check_cluster(job.cluster.address)
+        ray_module("connection").check_cluster(job.cluster.address, is_required=job.cluster.required)
     except SourceUnavailableError as error:
         if job.cluster.required:
             raise

@@ -68,12 +68,6 @@ def in_windows(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"window": sample["x"][: number + 1], "number": number}
 
 
-def spelled_slowly(text: str) -> list[int]:
-    """Tokens of a text: its bytes."""
-    time.sleep(0.05)
-    return list(text.encode())
-
-
 def with_reading_threads(_: Any) -> dict[str, int]:
     """The number of threads that read units in this process."""
     return {"threads": sum(thread.name.startswith("fetch-") for thread in threading.enumerate())}

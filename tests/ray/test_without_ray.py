@@ -15,7 +15,7 @@ import cachestream as cs
 import cachestream.worker.supervisor
 
 def loaded(rng):
-    return {"names": " ".join(name for name in sys.modules if name.split(".")[0] == "ray" or ".cluster." in name)}
+    return {"names": " ".join(name for name in sys.modules if "ray" in name.split("."))}
 
 cache = cs.Cache(sys.argv[1], size_limit="20MB")
 with cs.start_worker(cache, cs.CallableSource(loaded, num_units=1), num_workers=1) as worker:
@@ -29,6 +29,5 @@ print("supervisor:", loaded(None)["names"])
 @pytest.mark.e2e
 def test_no_process_loads_ray(tmp_path: Path) -> None:
     found = run_python(SCRIPT, str(tmp_path / "cache"))
-    ours = "cachestream.worker.cluster.connection cachestream.worker.cluster.supervision"
-    assert found.splitlines() == [f"sampling: {ours}", f"supervisor: {ours}"]
+    assert found.splitlines() == ["sampling: ", "supervisor: "]
     assert Cache(tmp_path / "cache").num_samples == 1

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.cluster.nodes import Members, RayCluster
+from tests.ray.nodes import Members, RayCluster
+from tests.worker.conftest import cache, processes  # noqa: F401  fixtures of all tests that start workers
 from tests.worker.support import Processes
 
 
@@ -27,7 +28,10 @@ def third_node(ray_cluster: RayCluster) -> None:
 
 @pytest.fixture
 def members(
-    ray_cluster: RayCluster, fast_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: RayCluster,
+    fast_path: Path,
+    processes: Processes,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Members]:
     found = Members(ray_cluster, fast_path, monkeypatch)
     yield found

@@ -7,7 +7,6 @@ import importlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,31 +22,26 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.telemetry import Board
-from cachestream.worker.cluster.read_actor import CALLS
 from tests.cli.support import cli_here, done
-from tests.storage.support import disk_bytes
-from tests.support.plugins import forget_plugins, lay_package, lay_site
-from tests.worker.cluster.nodes import NODE
-from tests.worker.cluster.support import (
+from tests.ray.nodes import NODE
+from tests.ray.support import (
     Sample,
     Tables,
     in_windows,
     samples_of,
     slow_in_one_process,
-    spelled_slowly,
     with_faults,
     with_hanging,
     with_killer,
     with_noise,
     with_reading_threads,
 )
+from tests.support.plugins import forget_plugins, lay_package, lay_site
 from tests.worker.sources import Mute, Named, Numbers, Ragged
 from tests.worker.support import (
     DEADLINE_S,
-    Processes,
     failures_of,
     fill,
-    in_use,
     only_once,
     sampling_pids,
     wait_until,
@@ -168,40 +162,6 @@ def test_the_command_line_has_files_read_by_actors_and_counts_them(
 
 
 @pytest.mark.slow
-def test_texts_of_a_listing_that_goes_on_are_packed_once_though_an_actor_is_killed(
-    cache: Cache, cluster: Any, locally: Fill, tmp_path: Path
-) -> None:
-    for number in range(60):
-        (folder := tmp_path / "texts" / str(number // 10)).mkdir(parents=True, exist_ok=True)
-        (folder / f"{number}.txt").write_text(f"{number} is a number . " * (number % 7 + 1), encoding="utf-8")
-
-    def open_texts() -> Any:
-        source: Any = cs.open_source(str(tmp_path / "texts"), first_names=10)
-        assert source.is_listing
-        return source
-
-    packing = cs.pack_tokens(15, "text", tokenizer=spelled_slowly, pad=0)
-    with cs.start_worker(cache, open_texts(), num_workers=2, transform=packing, **OPTIONS) as worker:
-        cache.wait(1, timeout_s=DEADLINE_S)
-        os.kill(actor_pids(cluster)[0], signal.SIGKILL)
-        assert worker.wait(DEADLINE_S)
-    assert (samples_of(cache), failures(cache)) == locally(open_texts(), transform=packing)
-
-
-@pytest.mark.slow
-def test_a_condition_selects_of_a_split_that_actors_have_filled(tmp_path: Path, processes: Processes) -> None:
-    found = {}
-    with closing(Cache(tmp_path / "cache", size_limit="50MB", min_free=0)) as cache:
-        fill(cache, Named(40, 5), num_workers=2, holdout=0.3, **OPTIONS)
-        for name in ("train", "held-out"):
-            with cache.snapshot(split=name, where=lambda columns: columns["unit"] % 3 == 0) as dataset:
-                found[name] = set(dataset.keys())
-    assert found["train"] | found["held-out"] == {f"{unit}/{n}" for unit in range(0, 40, 3) for n in range(5)}
-    assert not found["train"] & found["held-out"]
-    assert found["held-out"]
-
-
-@pytest.mark.slow
 def test_plug_ins_decode_in_actors_and_are_missed_where_they_are_not_installed(
     cache: Cache, locally: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,22 +183,6 @@ def test_plug_ins_decode_in_actors_and_are_missed_where_they_are_not_installed(
         forget_plugins()
     assert [count for *_, count in missed] == [4, 16]
     assert all("is of a package that this node lacks: install it on all nodes" in one[1] for one in missed)
-
-
-@pytest.mark.e2e
-def test_clips_of_videos_are_cut_by_actors(cache: Cache, locally: Fill, tmp_path: Path) -> None:
-    pytest.importorskip("cachestream_video")
-    if shutil.which("ffmpeg") is None:
-        pytest.skip("FFmpeg is not installed")
-    picture = ["-f", "lavfi", "-i", "testsrc2=size=96x64:rate=25", "-frames:v", "40", "-c:v", "libx264"]
-    picture += ["-preset", "ultrafast"]
-    for number in range(3):
-        path = tmp_path / f"{number}.mp4"
-        subprocess.run(["ffmpeg", "-v", "error", *picture, str(path)], check=True, timeout=DEADLINE_S)
-    source = cs.open_source(str(tmp_path / "*.mp4"), frames=8, clips=3)
-    fill(cache, source, seed=7, **OPTIONS)
-    assert (samples_of(cache), failures(cache)) == (expected := locally(source, seed=7))
-    assert len(expected[0]) == 9
 
 
 @pytest.mark.slow
@@ -297,18 +241,6 @@ def test_a_unit_whose_remote_does_not_answer_is_put_aside(cache: Cache, tmp_path
     assert only_once(cache) == source.keys()
 
 
-@pytest.mark.slow
-def test_the_limit_holds_while_samples_are_evicted(tmp_path: Path, processes: Processes) -> None:
-    source = Named(400, 2, nbytes=20_000)
-    with closing(Cache(tmp_path / "cache", size_limit="4MB", min_free=0)) as cache, in_use(cache):
-        with cs.start_worker(cache, source, num_workers=2, **OPTIONS) as worker:
-            until_s = time.monotonic() + DEADLINE_S
-            while cache.status().evicted_samples < 300 and time.monotonic() < until_s:
-                assert disk_bytes(cache.path) <= 4_000_000
-            worker.stop(DEADLINE_S)
-        assert cache.status().evicted_samples >= 300
-
-
 @pytest.mark.e2e
 def test_actors_read_all_groups_by_the_same_threads_and_a_stop_leaves_none(
     cache: Cache, cluster: Any
@@ -322,7 +254,7 @@ def test_actors_read_all_groups_by_the_same_threads_and_a_stop_leaves_none(
     wait_until(lambda: not actor_pids(cluster), "no actor is left")
     assert len(only_once(cache)) < 10_000
     threads = [int.from_bytes(value, "little") for _, (value,) in samples_of(cache).values()]
-    assert 1 <= max(threads) <= 2 * CALLS
+    assert 1 <= max(threads) <= 4  # besides the two, those of units that were silent for a second
 
 
 @pytest.mark.e2e

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cachestream import EpochLoader
-from tests.worker.cluster.nodes import Members, RayCluster, python_path, reads
+from tests.ray.nodes import Members, RayCluster, reads
 from tests.worker.sources import Numbers
-from tests.worker.support import Processes, log_of, script, wait_until
+from tests.worker.support import Processes, log_of, wait_until
 
 UNITS = 200
 pytestmark = pytest.mark.slow
@@ -78,28 +77,3 @@ def test_shards_larger_than_the_object_store_together(make_members: Callable[...
     for _ in range(3):
         members.start(source, size="400MB", shard_size="32MB")
     members.wait(source.keys(), 180.0)
-
-
-def test_caches_go_on_when_the_driver_is_killed(
-    make_members: Callable[..., Members], tmp_path: Path, fast_path: Path, source: Numbers
-) -> None:
-    members = make_members(2)
-    code = """
-import sys
-from cachestream import Cache, start_worker
-from tests.worker.sources import Numbers
-source = Numbers(units=%d, nbytes=2000, pause_s=0.05, journal=%r)
-for path in sys.argv[1:]:
-    start_worker(Cache(path, size_limit="50MB", min_free=0), source, num_workers=1, share="group", detach=True)
-print("started", flush=True)
-sys.stdin.readline()
-"""
-    paths = [str(fast_path / f"cache-{index}") for index in range(2)]
-    with script(tmp_path / "driver.py", code % (UNITS, source.journal), *paths) as driver:
-        assert driver.line() == "started"
-        driver.process.send_signal(signal.SIGKILL)
-    for _ in paths:
-        members.start(source)  # attaches to the worker that runs
-    members.wait(source.keys())
-    assert reads(source) <= 1.02 * UNITS
-    assert python_path()

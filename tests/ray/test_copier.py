@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachestream.ray.copier import without
 from cachestream.schema import Span
 from cachestream.shard_format import LENGTH_BYTES, ShardContent, ShardData, encode_header
-from cachestream.worker.cluster.copier import without
 from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
 

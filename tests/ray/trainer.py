@@ -1,6 +1,6 @@
 """A training on one host, whose cache shares a filling; each line of its output is an epoch.
 
-`python -m tests.worker.cluster.trainer CACHE JOURNAL UNITS PAUSE_S`
+`python -m tests.ray.trainer CACHE JOURNAL UNITS PAUSE_S`
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cachestream import Cache
+from tests.ray.nodes import STORE_BYTES, python_path, reads
+from tests.ray.trainer import LIMIT_BYTES
 from tests.storage.support import disk_bytes
 from tests.support.hosts import Host, needs_hosts, run_hosts
-from tests.worker.cluster.nodes import STORE_BYTES, python_path, reads
-from tests.worker.cluster.trainer import LIMIT_BYTES
 from tests.worker.sources import Numbers
 from tests.worker.support import log_of, only_once, wait_until
 
@@ -93,7 +93,7 @@ class Site:
     def _train(self, index: int) -> None:
         path = self._folder / f"cache-{index}"
         arguments = [str(path), self.source.journal, str(UNITS), str(PAUSE_S)]
-        self._run(index, f"trainer-{index}.txt", "tests.worker.cluster.trainer", *arguments)
+        self._run(index, f"trainer-{index}.txt", "tests.ray.trainer", *arguments)
         wait_until(lambda: "begun" in self._log(f"trainer-{index}.txt"), f"cache {index} is there", START_S)
         self.caches.append(self._stack.enter_context(Cache(path)))
 
@@ -144,13 +144,6 @@ def make_site(fast_path: Path) -> Iterator[Callable[..., Site]]:
 def answers(cache: Cache) -> int:
     """The number of times that the cache has found its group."""
     return log_of(cache).count("'group' answers")
-
-
-def test_a_cut_of_a_few_seconds_costs_little(make_site: Callable[..., Site]) -> None:
-    site = make_site()
-    site.cut(2, 6.0)
-    site.wait_for_end()
-    assert reads(site.source) <= 1.25 * UNITS
 
 
 def test_a_cache_that_is_cut_off_goes_on_alone_and_joins_again(make_site: Callable[..., Site]) -> None:

@@ -1,6 +1,6 @@
 """Copies of the shards of other caches: asked for, checked, and published within the limit of this cache.
 
-A shard of which this cache holds some units already is published without these.
+Of each shard, the cache takes the units that wait for the group, and of which it holds nothing yet.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import CacheError, CorruptShardError
+from cachestream.ray.group import GroupView, HeldShard, parsed
+from cachestream.ray.supervision import ANSWER_S, SharedPass
 from cachestream.schema import WHOLE, Span, span_array, spans_of
 from cachestream.shard_format import LENGTH_BYTES, ShardContent, ShardData, encode_header, header_bytes
 from cachestream.storage.cache import Cache
@@ -25,12 +27,10 @@ from cachestream.storage.publish import Reserved, write_shard
 from cachestream.storage.telemetry import FETCHING, NO_SPACE, Board
 from cachestream.worker.cached_units import held_elsewhere, positions_in, positions_of
 from cachestream.worker.channel import SupervisorLink
-from cachestream.worker.cluster.directory import Copy
 from cachestream.worker.job import Job
-from cachestream.worker.messages import Import, Publication, SharedPass
+from cachestream.worker.messages import Publication
 from cachestream.worker.order import PassPlan
 
-ANSWER_S: Final = 10.0  # without an answer of the group for so long the cache goes on alone
 _AT_ONCE: Final = 4  # copies under way
 _AVOID_S: Final = 10.0  # a cache that did not give a shard is not asked
 _COPY_S, _COPY_BYTES_PER_S = 15.0, 1 << 20  # a copy that is slower is given up
@@ -40,9 +40,10 @@ _LINE_CHARS: Final = 200
 
 @dataclass(slots=True)
 class _Fetch:
-    """A shard under way, into a reservation of this cache."""
+    """A shard under way, into a reservation of this cache, without the samples at the positions `unwanted`."""
 
-    copy: Copy
+    shard: HeldShard
+    unwanted: Collection[int]
     holder: str
     reserved: Reserved
     until_s: float
@@ -51,23 +52,17 @@ class _Fetch:
 class Copier:
     """Copies shards of other caches into `cache`, several at a time.
 
-    `arrived`: the contents of those that have come, until the caller clears it. `refused`: those that this
-    cache cannot have. `has_room` is False once a shard of an earlier pass did not fit: none is evicted for
-    those.
+    `has_room` is False once a shard of an earlier pass did not fit: none is evicted for those.
     """
 
     def __init__(self, ray: Any, job: Job, cache: Cache, link: SupervisorLink) -> None:
         self._ray, self._job, self._cache, self._link = ray, job, cache, link
         self._slot = Board(cache.directory.worker_file("board")).sharing_slot
-        self._plan = ""  # of the current pass
-        self._wanted: list[Copy] = []
-        self._servers: Mapping[str, Any] = {}
+        self._view = GroupView()
+        self._wanted: list[HeldShard] = []
         self._fetches: dict[Any, _Fetch] = {}
-        # The time until which each cache is avoided; afterwards it is asked for one shard at a time.
-        self._avoid_s: dict[str, float] = {}
+        self._avoid_s: dict[str, float] = {}  # the time until which each cache is not asked
         self._attempts: Counter[str] = Counter()  # failed ones, of each shard
-        self.refused: list[str] = []
-        self.arrived: set[str] = set()
         self.has_room = True
 
     def close(self) -> None:
@@ -75,16 +70,16 @@ class Copier:
         for fetch in self._fetches.values():
             self._cancel(fetch)
 
-    def want(self, copies: Sequence[Copy], servers: Mapping[str, Any], plan: str) -> None:
-        """Copy `copies` from `servers` from now on; `plan` is that of the current pass."""
-        self._wanted, self._servers, self._plan = list(copies), servers, plan
-        if not self._wanted:
+    def want(self, shards: Sequence[HeldShard], view: GroupView) -> None:
+        """Copy `shards` of `view` from now on, the first ones first."""
+        self._wanted, self._view = list(shards), view
+        if not shards:
             self._slot["state"] = FETCHING
 
-    def run(self, until_s: float, held: Collection[str]) -> bool:
-        """Copy until `until_s`, but no shards with the contents `held`; False if there is nothing to do."""
+    def run(self, until_s: float) -> bool:
+        """Copy until `until_s`; False if there is nothing to do."""
         while (left_s := until_s - time.monotonic()) > 0:
-            self._begin(held)
+            self._begin()
             if not self._fetches:
                 return False
             ready, _ = self._ray.wait(list(self._fetches), num_returns=1, timeout=left_s)
@@ -93,63 +88,50 @@ class Copier:
         self._give_up_late()
         return True
 
-    def _begin(self, held: Collection[str]) -> None:
+    def _begin(self) -> None:
         now_s = time.monotonic()
         while self._wanted and len(self._fetches) < _AT_ONCE:
-            copy = self._wanted.pop(0)
-            under_way = {fetch.copy.content for fetch in self._fetches.values()}
-            asked = {fetch.holder for fetch in self._fetches.values()} & self._avoid_s.keys()
-            is_here = copy.content in held or copy.content in self.arrived or copy.content in under_way
-            holders = [
-                one
-                for one in copy.holders
-                if one[0] in self._servers and one[0] not in asked and self._avoid_s.get(one[0], 0.0) < now_s
-            ]
-            if is_here or not holders:
+            shard = self._wanted.pop(0)
+            holders = [one for one in self._view.holders(shard) if self._avoid_s.get(one[0], 0.0) < now_s]
+            if not holders or self._is_under_way(shard):
                 continue
-            is_earlier = self._is_earlier(copy)
-            if is_earlier and self._wants_nothing_of(copy):
-                self.refused.append(copy.content)
+            shared: SharedPass = self._link.ask("shared_pass")
+            is_wanted = self._is_wanted(shard, shared)
+            if not is_wanted.any():
+                self._view.refused.add(shard.content)
                 continue
-            reserved = self._reserve(copy.nbytes, may_evict=not is_earlier)
-            self._slot["state"] = NO_SPACE if reserved is None else FETCHING
-            if reserved is None:
+            is_earlier = shard.plan != shared.row.plan
+            may_evict = self._job.when_full == "evict" and not is_earlier
+            reserved: list[Reserved] | None = self._link.ask("reserve_now", (shard.nbytes,), may_evict)
+            self._slot["state"] = FETCHING if reserved else NO_SPACE
+            if not reserved:
                 self.has_room = self.has_room and not is_earlier
-                self._wanted.clear()  # no space: asked again at the next report
+                self._wanted.clear()  # asked again at the next report
                 return
             holder, shard_id = random.choice(holders)
-            until_s = now_s + _COPY_S + copy.nbytes / _COPY_BYTES_PER_S
-            ref = self._servers[holder].read.remote(shard_id)
-            self._fetches[ref] = _Fetch(copy, holder, reserved, until_s)
+            ref = self._view.servers[holder].read.remote(shard_id)
+            until_s = now_s + _COPY_S + shard.nbytes / _COPY_BYTES_PER_S
+            unwanted = set(positions_of(shard.spans)[~is_wanted].tolist())
+            self._fetches[ref] = _Fetch(shard, unwanted, holder, reserved[0], until_s)
 
-    def _is_earlier(self, copy: Copy) -> bool:
-        """True for a shard of an earlier pass of this cache's share."""
-        plan = PassPlan.from_json(copy.plan)
-        return copy.plan != self._plan and plan.precedes(PassPlan.from_json(self._plan))
+    def _is_under_way(self, shard: HeldShard) -> bool:
+        """True if samples of `shard` are being copied."""
+        coming = [fetch.shard for fetch in self._fetches.values() if fetch.shard.plan == shard.plan]
+        return bool(len(overlapping(span_array(span for one in coming for span in one.spans), shard.spans)))
 
-    def _wants_nothing_of(self, copy: Copy) -> bool:
-        plan, current = PassPlan.from_json(copy.plan), PassPlan.from_json(self._plan)
-        return self._unwanted(plan, current, copy.spans) >= set(positions_of(copy.spans).tolist())
-
-    def _unwanted(self, plan: PassPlan, current: PassPlan, spans: Sequence[Span]) -> set[int]:
-        """The positions of `spans` in the pass `plan` whose samples this cache holds, or makes in the pass
-        `current`.
+    def _is_wanted(self, shard: HeldShard, shared: SharedPass) -> npt.NDArray[np.bool_]:
+        """For each position of `shard` in its pass: True if the unit waits for the group in the current pass, and
+        this cache holds nothing of these samples.
         """
+        plan, current, positions = parsed(shard.plan), parsed(shared.row.plan), positions_of(shard.spans)
+        if not (plan == current or plan.precedes(current)):
+            return np.zeros(len(positions), np.bool_)  # of a pass that has not begun here
+        is_wanted = shared.is_undecided(positions_in(current, plan, positions))
         cached = self._cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
-        positions = positions_of(spans)
-        unwanted = held_elsewhere(cached, plan, positions)
-        if len(twice := overlapping(cached.of(plan), spans)):
-            unwanted |= [len(overlapping(twice, _at(position, spans))) > 0 for position in positions.tolist()]
-        if plan.precedes(current):
-            shared: SharedPass = self._link.ask("shared_pass")
-            unwanted |= shared.is_making(positions_in(current, plan, positions))
-        return set(positions[unwanted].tolist())
-
-    def _reserve(self, nbytes: int, *, may_evict: bool) -> Reserved | None:
-        """Reserve space for a shard before it is asked for; None if there is none now."""
-        may_evict = may_evict and self._job.when_full == "evict"
-        reserved: list[Reserved] | None = self._link.ask("reserve_now", (nbytes,), may_evict)
-        return reserved[0] if reserved else None
+        is_wanted &= ~held_elsewhere(cached, plan, positions)
+        if len(held := overlapping(cached.of(plan), shard.spans)):
+            is_wanted &= [not len(overlapping(held, _at(one, shard.spans))) for one in positions.tolist()]
+        return is_wanted
 
     def _take(self, ref: Any) -> None:
         """Publish a shard that has arrived, or avoid the cache that did not give it."""
@@ -158,9 +140,9 @@ class Copier:
             self._publish(fetch, self._ray.get(ref, timeout=ANSWER_S))
         except CorruptShardError as error:
             self._drop(fetch, error)
-            for holder, shard_id in fetch.copy.holders:
-                if holder == fetch.holder and holder in self._servers:
-                    self._servers[holder].check.remote(shard_id)
+            for holder, shard_id in self._view.holders(fetch.shard):
+                if holder == fetch.holder:
+                    self._view.servers[holder].check.remote(shard_id)
         except (self._ray.exceptions.RayError, CacheError) as error:
             self._drop(fetch, error)
 
@@ -179,36 +161,31 @@ class Copier:
         if not isinstance(reason, CorruptShardError | FileNotFoundError):  # it may well give others
             self._avoid_s[fetch.holder] = time.monotonic() + _AVOID_S
         self._cancel(fetch)
-        content = fetch.copy.content
+        content = fetch.shard.content
         self._attempts[content] += 1
-        if self._attempts[content] >= min(_MOST_ATTEMPTS, 1 + len(fetch.copy.holders)):
+        if self._attempts[content] >= min(_MOST_ATTEMPTS, 1 + len(self._view.holders(fetch.shard))):
             del self._attempts[content]
-            self.refused.append(content)
+            self._view.refused.add(content)
 
     def _publish(self, fetch: _Fetch, data: npt.NDArray[np.uint8]) -> None:
-        """Publish the samples of a shard that this cache lacks."""
-        shard = _checked(data, fetch.copy)
-        shared: SharedPass = self._link.ask("shared_pass")
-        text, pass_id = str(shard.fill["plan"]), shared.row.id
-        plan, current = PassPlan.from_json(text), PassPlan.from_json(shared.row.plan)
-        if not (plan == current or plan.precedes(current)):
-            self._cancel(fetch)  # of a pass that has not begun here
-            return
-        if plan != current:
-            pass_id = self._link.ask("earlier", self._job.fingerprint, text, shard.fill["length"])
-        found = without(shard, self._unwanted(plan, current, fetch.copy.spans))
+        """Publish the samples of a shard that this cache wants; one that wants others by now will ask again."""
+        shard = _checked(data, fetch.shard.content)
+        found = without(shard, fetch.unwanted)
         if found is None:
             self._cancel(fetch)
-            self.refused.append(fetch.copy.content)
+            self._view.refused.add(fetch.shard.content)
             return
+        shared: SharedPass = self._link.ask("shared_pass")
+        plan, current, pass_id = parsed(fetch.shard.plan), parsed(shared.row.plan), shared.row.id
+        if plan != current:
+            text, length = fetch.shard.plan, shard.fill["length"]
+            pass_id = self._link.ask("earlier", self._job.fingerprint, text, length)
         content, spans = found
         positions = positions_in(current, plan, positions_of(spans))
         written = write_shard(self._cache.directory, fetch.reserved, encode_header(content), content)
-        publication = Publication(pass_id, (written,), spans)
-        self._link.ask("import", Import(publication, positions))
-        self.arrived.add(fetch.copy.content)
-        self._avoid_s.pop(fetch.holder, None)
-        self._attempts.pop(fetch.copy.content, None)
+        if not self._link.ask("import", Publication(pass_id, (written,), spans), positions):
+            self._cancel(fetch)
+        self._attempts.pop(fetch.shard.content, None)
 
 
 def last_line(reason: object) -> str:
@@ -231,7 +208,7 @@ def without(shard: ShardData, positions: Collection[int]) -> tuple[ShardContent,
         return None
     spans = tuple(span for one in spans for span in _cut(one, positions))
     head = {name: value for name, value in shard.fill.items() if name != "spans"}
-    head |= {"ends": np.column_stack([ends[stays, 0], np.cumsum(counts[stays])]).tolist(), "is_part": True}
+    head |= {"ends": np.column_stack([ends[stays, 0], np.cumsum(counts[stays])]).tolist()}
     fill = head | {"spans": span_array(spans).tolist()}  # spans come last in a manifest
     return shard.take(rows, fill), spans
 
@@ -255,7 +232,7 @@ def _cut(span: Span, positions: Collection[int]) -> Iterator[Span]:
         yield Span(start, span.stop)
 
 
-def _checked(data: npt.NDArray[np.uint8], copy: Copy) -> ShardData:
+def _checked(data: npt.NDArray[np.uint8], content: str) -> ShardData:
     """The shard of a file that has come from another cache.
 
     Raises CorruptShardError unless all checksums match, and it is the shard that was asked for.
@@ -264,8 +241,8 @@ def _checked(data: npt.NDArray[np.uint8], copy: Copy) -> ShardData:
         stop = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES].tobytes(), len(data))
         shard = ShardData(data[LENGTH_BYTES:stop].tobytes(), data)
         shard.check()
-        if shard.content_hash != copy.content:
+        if shard.content_hash != content:
             raise ValueError("it is another shard")
     except ValueError as error:
-        raise CorruptShardError(f"the shard {copy.content} came damaged: {error}") from error
+        raise CorruptShardError(f"the shard {content} came damaged: {error}") from error
     return shard

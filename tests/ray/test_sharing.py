@@ -15,8 +15,8 @@ import pytest
 
 from cachestream import Cache, ConfigError, WorkerError, start_worker
 from cachestream.storage.shard import shard_path
+from tests.ray.nodes import DONE_S, Members, open_files, reads, wait_for_end
 from tests.storage.support import disk_bytes, shard_ids
-from tests.worker.cluster.nodes import DONE_S, Members, open_files, reads, wait_for_end
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     Processes,
@@ -24,7 +24,6 @@ from tests.worker.support import (
     log_of,
     only_once,
     sampling_pids,
-    stop_under_lock,
     supervisor_pid,
     wait_until,
 )
@@ -93,17 +92,6 @@ def test_all_caches_hold_all_samples_read_once_and_one_with_another_transform_is
     members.close()
     wait_until(lambda: not members.ray.actors("ShardServer"), "the actors of the caches have ended")
     wait_until(lambda: not members.ray.actors("GroupActor"), "the actor of the group has ended")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("third_node")
-def test_two_groups_share_nothing(members: Members, tmp_path: Path) -> None:
-    sources = [numbers(tmp_path, name=name, journal=str(tmp_path / name)) for name in ("one", "two")]
-    for source in sources * 2:
-        members.start(source, share=source.name)
-    members.wait(sources[0].keys())
-    for source in sources:
-        assert_read_once(members, source)
 
 
 @pytest.mark.e2e
@@ -196,7 +184,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(ConfigError, match=r"pip install 'cachestream\[ray\]'"):
             start_worker(cache, source, share="group")
-    monkeypatch.setattr("cachestream.worker.launch.current_address", lambda: "auto")
+    monkeypatch.setattr("cachestream.ray.connection.current_address", lambda: "auto")
     with (
         Cache(tmp_path / "held", size_limit="50MB", min_free=0) as cache,
         pytest.raises(ConfigError, match="holdout="),
@@ -229,20 +217,6 @@ def test_a_process_that_is_killed_costs_nothing(
     members.wait(source.keys())
 
 
-@pytest.mark.slow  # the supervisor waits for the lock
-def test_a_sharing_process_that_is_stopped_while_the_catalogue_is_locked_is_replaced(
-    members: Members, processes: Processes, tmp_path: Path
-) -> None:
-    source = numbers(tmp_path, pause_s=0.05)
-    for _ in range(2):
-        members.start(source, hang_timeout_s=6.0)
-    first = members.caches[0]
-    wait_until(lambda: first.num_samples > 20, "the cache holds something")
-    stop_under_lock(first, sharing_pid(first, processes))
-    members.wait(source.keys())
-    assert "no sign of life" in log_of(first)
-
-
 def kill_supervisor_of(members: Members, index: int) -> None:
     """Kill the supervisor of a cache, and wait until its lock is free."""
     cache = members.caches[index]
@@ -265,42 +239,6 @@ def test_a_damaged_shard_is_set_aside_and_made_again(members: Members, tmp_path:
     assert only_once(second) == source.keys()
     wait_until(lambda: first.status().quarantined == 1, "the first cache has set it aside")
     assert "came damaged" in log_of(second)
-
-
-@pytest.mark.slow
-def test_what_a_holder_evicts_is_made_again(members: Members, tmp_path: Path) -> None:
-    source = numbers(tmp_path)
-    first = members.start(source)
-    members.wait(source.keys())
-    members.workers[0].stop()
-    second = members.start(source, node=0)
-    members.restart(0, source)
-    for shard_id in shard_ids(first)[::2]:
-        first.quarantine(shard_id, "gone")
-    wait_for_end(second)
-    assert only_once(second) == source.keys()
-    only_once(first)
-
-
-@pytest.mark.slow
-def test_a_cache_that_was_stopped_comes_back_with_nothing_twice(
-    members: Members, tmp_path: Path, processes: Processes
-) -> None:
-    source = numbers(tmp_path, pause_s=0.02)
-    for _ in range(2):
-        members.start(source)
-    slow = members.caches[1]
-    wait_until(lambda: slow.num_samples > 20, "the second cache holds something")
-    stopped = [pid for pid in processes.pids() if slow.path in open_files(pid)]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: members.caches[0].fill_state() == "complete", "the first is complete", 90.0)
-    finally:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
-    assert only_once(members.caches[0]) == source.keys()
-    members.wait(source.keys())
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
+from cachestream.ray.copier import Copier
+from cachestream.ray.group import HeldShard
+from cachestream.ray.supervision import ALONE, SharedPass, SharingProcess
 from cachestream.schema import Span
 from cachestream.shard_format import encode_header
 from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
+from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.child_process import Forks
-from cachestream.worker.cluster.connection import ClusterOptions
-from cachestream.worker.cluster.supervision import ALONE, SharingProcess
+from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.messages import Import, Publication, SharedPass
+from cachestream.worker.messages import Publication
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import begin_or_resume
 from cachestream.worker.planner import Planner
@@ -55,7 +59,8 @@ class Shared:
 
     def __init__(self, cache: Cache) -> None:
         self.cache, self.channel = cache, Answers()
-        self.job = WorkerOptions(num_workers=2, order="sequential").job(cache, Numbers(LENGTH))
+        job = WorkerOptions(num_workers=2, order="sequential").job(cache, Numbers(LENGTH))
+        self.job = replace(job, cluster=ClusterOptions("auto", group="g"))
         begin_or_resume(cache, self.job, UserOrder(self.job))
         self.begin()
 
@@ -86,8 +91,8 @@ class Shared:
     def pass_id(self) -> int:
         return self.state.row.id
 
-    def decide(self, make: list[tuple[int, int]], done: list[tuple[int, int]]) -> None:
-        self.ask("decide", self.pass_id, make, done)
+    def decide(self, *make: tuple[int, int]) -> None:
+        self.ask("decide", self.pass_id, list(make))
 
     def copy(self, start: tuple[int, int], stop: tuple[int, int], positions: list[int], pass_id: int) -> bool:
         """Publish a copy of a shard of others, and forget it again; False if it is not wanted."""
@@ -96,10 +101,19 @@ class Shared:
         reserved = self.ask("reserve_now", (len(header) + shard.data_bytes,), True)
         written = write_shard(self.cache.directory, reserved[0], header, shard)
         publication = Publication(pass_id, (written,), (Span(start, stop),))
-        is_published: bool = self.ask("import", Import(publication, np.array(positions, np.int64)))
+        is_published: bool = self.ask("import", publication, np.array(positions, np.int64))
         if is_published:
             self.cache.quarantine(written.id, "for the test")
+        else:
+            self.ask("cancel", reserved)
         return is_published
+
+    def wanted(self, start: tuple[int, int], stop: tuple[int, int], plan: str) -> list[bool]:
+        """For each position of a shard of others: True if this cache wants its samples there."""
+        copier = Copier(None, self.job, self.cache, cast("SupervisorLink", self))
+        shard = HeldShard("content", 1, 1000, plan, (Span(start, stop),))
+        found: list[bool] = copier._is_wanted(shard, self.state).tolist()
+        return found
 
     def copy_of_this(self, start: tuple[int, int], stop: tuple[int, int]) -> bool:
         positions = list(range(start[0], stop[0] + (stop[1] > 0)))
@@ -123,38 +137,33 @@ def test_what_the_group_gives_is_handed_out_and_what_it_takes_away_again_is_not(
     assert shared.state.undecided == ((0, LENGTH),)
     assert shared.planner.take(0, 5) is None
     assert not shared.planner.is_handed_out
-    shared.decide([(0, 6)], [(20, 30)])
-    assert (shared.state.undecided, shared.state.making) == (((6, 20),), ((0, 6),))
+    shared.decide((0, 6))
+    assert (shared.state.undecided, shared.state.making) == (((6, LENGTH),), ((0, 6),))
     taken = shared.planner.take(0, 2)
     assert taken is not None
     assert [unit.position for unit in taken.units] == [0, 1]
     shared.ask("share")
-    assert (shared.state.undecided, shared.state.making) == (((2, 20),), ((0, 2),))
-    assert shared.state.is_making(np.array([0, 1, 2, 19, LENGTH])).tolist() == [
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert (shared.state.undecided, shared.state.making) == (((2, LENGTH),), ((0, 2),))
+    is_undecided = shared.state.is_undecided(np.array([0, 1, 2, LENGTH - 1, LENGTH]))
+    assert is_undecided.tolist() == [False, False, True, True, False]
     with shared.planner.noted(0, [0, 1], ()):
         pass
-    assert shared.planner.row.positions_done == 12
+    assert shared.planner.row.positions_done == 2
 
 
-def test_the_number_of_blocks_that_are_offered_is_told(shared: Shared) -> None:
-    assert shared.state.offered == 0
-    shared.decide([(3, 7), (9, 10)], [])
-    assert shared.state.offered == 5, "of one unit each, in so short a pass"
+def test_the_number_of_blocks_that_could_be_taken_is_told(shared: Shared) -> None:
+    assert shared.state.wants == 4
+    shared.decide((3, 6))
+    assert shared.state.wants == 1, "of one unit each, in so short a pass"
 
 
 def test_a_decision_on_another_pass_decides_nothing(shared: Shared) -> None:
-    shared.ask("decide", shared.pass_id + 1, [(0, 5)], [(5, 9)])
+    shared.ask("decide", shared.pass_id + 1, [(0, 5)])
     assert shared.state.undecided == ((0, LENGTH),)
 
 
 def test_decisions_outlast_the_supervisor_and_the_undecided_rest_is_that_of_the_group(shared: Shared) -> None:
-    shared.decide([(0, 6)], [(20, 30)])
+    shared.decide((0, 6))
     assert shared.planner.take(0, 2) is not None
     shared.requests.record()
     shared.requests.release()
@@ -162,11 +171,11 @@ def test_decisions_outlast_the_supervisor_and_the_undecided_rest_is_that_of_the_
     alone.begin()
     taken = alone.take(0, LENGTH)
     assert taken is not None
-    assert [unit.position for unit in taken.units] == list(range(20)), (
+    assert [unit.position for unit in taken.units] == list(range(LENGTH)), (
         "without a group it makes all that is left"
     )
     shared.begin()
-    assert shared.state.undecided == ((0, 20),), "what no process has is for the group to decide"
+    assert shared.state.undecided == ((0, LENGTH),), "what no process has is for the group to decide"
 
 
 def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) -> None:
@@ -177,66 +186,67 @@ def test_only_a_pass_of_which_nothing_is_done_follows_the_group(shared: Shared) 
     recorded = shared.cache.filling.state().last_pass
     assert recorded is not None
     assert PassPlan.from_json(recorded.plan).ordinal == 4
-    shared.decide([(0, 2)], [])
+    shared.decide((0, 2))
     assert not shared.ask("follow", pass_id, 5)
     assert PassPlan.from_json(shared.state.row.plan).ordinal == 4
 
 
-def test_a_copy_is_published_only_where_nothing_is_made_or_held(shared: Shared) -> None:
+def test_a_copy_is_published_only_where_nothing_is_made_and_wanted_where_nothing_is_held(
+    shared: Shared,
+) -> None:
     publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
     held = shard_ids(shared.cache)
-    shared.decide([(10, 14)], [(20, 21)])
+    shared.decide((10, 14))
     assert shared.planner.take(0, 2) is not None
-    copy = shared.copy_of_this
-    assert copy((0, 0), (4, 1))  # up to the samples that are held
-    assert not copy((0, 0), (4, 2))
-    assert not copy((5, 0), (5, 1))
-    assert not copy((6, 1), (7, 0))
-    assert copy((6, 2), (10, 0))
-    assert not copy((9, 0), (10, 1))
-    assert not copy((13, 0), (15, 0))
-    assert copy((14, 0), (20, 0))
-    assert copy((20, 0), (21, 0))  # done without samples here: another cache has lost its replica
-    assert copy((21, 0), (30, 0))
-    assert not copy((29, 0), (30, 1))
+    plan = shared.state.row.plan
+    assert shared.copy_of_this((6, 2), (10, 0))
+    assert not shared.copy_of_this((9, 0), (10, 1))
+    assert not shared.copy_of_this((13, 0), (15, 0))
+    assert shared.copy_of_this((14, 0), (LENGTH, 0))
+    assert shared.wanted((3, 0), (4, 1), plan) == [True, True], "up to the samples that are held"
+    assert shared.wanted((3, 0), (4, 2), plan) == [True, False]
+    assert shared.wanted((5, 0), (8, 0), plan) == [False, False, True]
+    assert shared.wanted((6, 2), (7, 0), plan) == [True]
+    assert shared.wanted((9, 0), (11, 0), plan) == [True, False]
     assert shard_ids(shared.cache) == held, "a copy that is refused leaves nothing"
 
 
 def test_what_was_copied_is_not_handed_out_though_the_group_goes_before_it_says_that_it_is_done(
     shared: Shared,
 ) -> None:
-    shared.job = replace(shared.job, cluster=ClusterOptions("auto", group="g"))
-    shared.begin()
     publish(shared.cache, content(4), spans=[Span((2, 0), (6, 0))], pass_id=shared.pass_id)
-    shared.decide([(0, 8)], [])
+    shared.decide((0, 8))
     taken = shared.planner.take(0, 8)
     assert taken is not None
     assert [unit.position for unit in taken.units] == [0, 1, 6, 7]
 
 
-def test_a_copy_of_an_earlier_pass_is_published_only_if_its_units_are_neither_made_nor_held(
-    shared: Shared,
-) -> None:
+def test_of_an_earlier_pass_the_units_are_wanted_that_are_neither_made_nor_held(shared: Shared) -> None:
+    assert shared.ask("follow", shared.pass_id, 3)
+    current = shared.state.row.plan
+    before = replace(PassPlan.from_json(current), ordinal=2).to_json()
     publish(shared.cache, content(10), spans=[Span((4, 1), (6, 2))], pass_id=shared.pass_id)
-    shared.decide([(10, 12)], [(20, 21)])
-    earlier = shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH)
+    shared.decide((10, 12))
+    earlier = shared.ask("earlier", shared.job.fingerprint, before, LENGTH)
     assert earlier not in (0, shared.pass_id)
-    assert shared.ask("earlier", shared.job.fingerprint, "plan before", LENGTH) == earlier
-
-    def is_open_at(*positions: int) -> bool:
-        return shared.copy((4, 0), (7, 0), list(positions), earlier)
-
-    assert [is_open_at(position) for position in (3, 4, 6, 7, 10, 11, 12, LENGTH)] == [
-        True, False, False, True, False, False, True, False,
-    ]  # fmt: skip
-    assert is_open_at(29, 0, 7)
-    assert not is_open_at(29, 11, 7)
-    assert is_open_at()
-    publish(shared.cache, content(20), spans=[Span((6, 0), (6, 1))], pass_id=earlier)
-    assert not is_open_at(0)
+    assert shared.ask("earlier", shared.job.fingerprint, before, LENGTH) == earlier
+    publish(shared.cache, content(20), spans=[Span((20, 0), (21, 0))], pass_id=earlier)
+    assert shared.wanted((3, 0), (8, 0), before) == [True, False, False, False, True]
+    assert shared.wanted((9, 0), (13, 0), before) == [True, False, False, True]
+    assert shared.wanted((19, 0), (22, 0), before) == [True, False, True]
+    later = replace(PassPlan.from_json(current), ordinal=4).to_json()
+    assert not any(shared.wanted((3, 0), (8, 0), later))
 
 
-def test_what_the_group_says_is_the_message_of_the_filling(shared: Shared) -> None:
-    assert shared.sharing.message == ""
-    shared.ask("group", ALONE)
+def test_without_an_answer_some_positions_are_made_alone_until_the_group_answers(shared: Shared) -> None:
+    shared.ask("group", "no cluster")
     assert shared.sharing.message == ALONE
+    shared.sharing.tick(0.0, 0.0)
+    assert shared.state.wants == 0
+    making = sum(stop - start for start, stop in shared.state.making)
+    assert 0 < making <= 4
+    shared.ask("group", "")
+    assert shared.sharing.message == ""
+    shared.ask("share")
+    shared.sharing.tick(time.monotonic(), 0.0)
+    assert shared.state.undecided == ((0, LENGTH),)
