@@ -148,6 +148,24 @@ def format_size(size_bytes: float) -> str:
     return f"{int(size_bytes)} B"
 
 
+def format_number(number: float) -> str:
+    """`number` for a person, by three digits: "0.52", "31.2", "4,120"."""
+    return f"{float(f'{number:.3g}'):,.0f}" if 1000 <= number < math.inf else f"{number:.3g}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """`seconds` for a person: "0.52 s", "12 s", "5 min", "1 h 39 min", "14 d"; "never" for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "never"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    for unit_s, unit, below_s, below in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min")):
+        if seconds >= unit_s:
+            whole, rest = divmod(int(seconds), unit_s)
+            return f"{whole} {unit} {rest // below_s} {below}" if rest >= below_s else f"{whole} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
 def keywords_of(function: Callable[..., object]) -> set[str]:
     """The names of the arguments that `function` takes by keyword only."""
     parameters = inspect.signature(function).parameters.values()

@@ -405,7 +405,7 @@ def diagnose(
     no cache, and leaves nothing behind.
     """
     if source is None:
-        machine = _import_late("tools.diagnose.machine")
+        machine = _import_late("tools.machine")
         report = machine.check_machine(folder or ".", os.environ, display.say)
         display.show(report, as_json=json)
         if not report.ok:
@@ -415,7 +415,7 @@ def diagnose(
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
     limits = {"seconds": seconds, "workers": workers, "folder": folder}
-    found = _import_late("tools.diagnose.diagnose").diagnose(
+    found = _import_late("tools.diagnose").diagnose(
         redact(source), opener, function, **limits, on_progress=display.say
     )
     display.show(found, as_json=json)
@@ -468,7 +468,7 @@ def plan(
     limit, link = parse_size(size_limit, "--size-limit"), None
     if bandwidth is not None:
         link = parse_size(bandwidth, "--bandwidth")
-    diagnosed = _import_late("tools.diagnose.diagnose").diagnose(
+    diagnosed = _import_late("tools.diagnose").diagnose(
         redact(source), opener, function, seconds=seconds, workers=workers, on_progress=display.say
     )
     planning = _import_late("tools.forecast")

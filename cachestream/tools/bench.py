@@ -18,7 +18,6 @@ from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import shard_path
-from cachestream.tools.diagnose.stages import Throughput
 from cachestream.training.batches.transfer import accelerator
 from cachestream.training.loader import EpochLoader
 
@@ -29,6 +28,23 @@ _DISK_DEPTH: Final = 16
 _DISK_BLOCKS: Final = (4096, 1 << 20)  # the least and the most that is read at a time
 _NO_DEVICE: Final = "no accelerator"
 _NO_DISK: Final = "not read: this filesystem cannot bypass the page cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Samples that a loader delivered in `seconds`."""
+
+    num_samples: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / max(self.seconds, 1e-9)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
