@@ -163,7 +163,7 @@ def format_duration(seconds: float | None) -> str:
         if seconds >= unit_s:
             whole, rest = divmod(int(seconds), unit_s)
             return f"{whole} {unit} {rest // below_s} {below}" if rest >= below_s else f"{whole} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    return f"{int(seconds) // 60} min" if seconds >= 60 else f"{int(seconds)} s"
 
 
 def keywords_of(function: Callable[..., object]) -> set[str]:

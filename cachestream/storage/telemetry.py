@@ -135,7 +135,7 @@ class Totals:
         decode_s = min(self.fetch_wait_s, self.read_cpu_s)
         stages = {
             "remote": self.fetch_wait_s - decode_s,
-            "decode": decode_s,
+            "decoding": decode_s,
             "transform": self.transform_s,
             "packing": self.pack_s,
             "disk": self.publish_s,

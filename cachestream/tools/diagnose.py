@@ -112,7 +112,7 @@ class Stages:
     def remote_has_more(self) -> bool:
         """True if the processes did not wait for reads, or if the processor held these up, not the remote."""
         run, shares = self.together, dict(self.together.spent.shares)
-        if not run.seconds or shares.get("remote", 0.0) + shares.get("decode", 0.0) < _WAITS:
+        if not run.seconds or shares.get("remote", 0.0) + shares.get("decoding", 0.0) < _WAITS:
             return True
         cores = run.per_s(run.spent.cpu_s)
         return cores >= _BUSY * self.cores or _BUSY <= cores / self.workers <= _ONE_INTERPRETER

@@ -12,11 +12,9 @@ import pytest
 from cachestream import Cache
 from cachestream.dashboard.prometheus import metrics_text
 from cachestream.dashboard.readings import (
-    Activity,
     CacheWatch,
     Freshness,
     Reading,
-    rates_between,
     read_freshness,
     verdict,
 )
@@ -66,23 +64,6 @@ def test_the_verdict_names_what_holds_the_training_up(
     status: CacheStatus, changes: dict[str, Any], said: str
 ) -> None:
     assert said in verdict(reading(status, **changes))
-
-
-def test_rates_are_of_what_lived_through_both_looks(status: CacheStatus) -> None:
-    later = replace(WORKER, totals=replace(TOTALS, samples=160, fetched_bytes=25_000))
-    more = (replace(LOADER, samples=900), replace(LOADER, rank=1, samples=400))
-    now = reading(status, 10.0, worker=later, loaders=more, evicted_samples=20)
-    assert rates_between(reading(status), now) == Activity(6.0, 40.0, 2.0, 2_000.0)
-    other = reading(status, 10.0, worker=replace(later, pid=8), loaders=more[1:], evicted_samples=0)
-    assert rates_between(reading(status), other) == Activity(0.0, 0.0, 0.0, 0.0)
-    splits = [
-        reading(status, at_s, loaders=(replace(LOADER, samples=many), replace(LOADER, samples=few)))
-        for at_s, many, few in ((0.0, 500, 30), (10.0, 900, 40))
-    ]
-    assert rates_between(*splits) == Activity(0.0, 41.0, 0.0, 0.0), "two loaders of one process"
-    assert rates_between(splits[0], reading(status, 10.0)) == Activity(0.0, 0.0, 0.0, 0.0), "one has gone"
-    assert rates_between(Reading("gone", 0.0, None, "gone"), now) is None
-    assert rates_between(now, now) is None
 
 
 def test_every_loader_of_a_process_has_metrics_of_its_own(status: CacheStatus) -> None:
