@@ -77,7 +77,7 @@ def drawn(shown: CacheStatus, rates: Activity | None = None, width: int = 100) -
 
 
 def test_rates_are_of_the_last_seconds_not_of_the_whole_run() -> None:
-    window = RateWindow()
+    window, rates = RateWindow(), None
     assert window.add(0, status(worker=worker(samples=1_000_000))) is None
     for second in range(1, 32):
         counts = worker(samples=1_000_000 + 50 * second, fetched_bytes=10**6 * second)
