@@ -352,7 +352,7 @@ def bench(
 ) -> None:
     """Measure the loader over CACHE.
 
-    Alone, with your batch transform and onto the accelerator, beside memcpy and the disk.
+    Alone, with your batch transform and onto the accelerator, beside memcpy.
     """
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     begin_trace(context, trace)

@@ -122,12 +122,13 @@ def facts(status: CacheStatus, rates: Activity | None) -> Iterator[tuple[str, st
     yield "epochs", f"{_count(status.snapshots, 'snapshot')} taken, {in_use}", None
     if (worker := status.worker) is not None:
         yield "worker", _worker(worker), None
-        if worker.states:
-            average = Activity(worker.samples_per_s, 0.0, 0.0, worker.fetched_bytes_per_s)
-            yield "speed", str(rates or average), None
-        if shares := worker.totals.shares:
-            shown = (f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
-            yield "time goes to", ", ".join(shown), None
+        if worker.states and rates is None:
+            rates = Activity(worker.samples_per_s, 0.0, 0.0, worker.fetched_bytes_per_s)
+    if rates is not None:
+        yield "speed", str(rates), None
+    if worker is not None and (shares := worker.totals.shares):
+        shown = (f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+        yield "time goes to", ", ".join(shown), None
     if status.quarantined:
         yield "quarantined", f"{_count(status.quarantined, 'damaged shard')}, put aside", None
     if status.skipped:

@@ -15,7 +15,6 @@ from bokeh.plotting import figure
 from jinja2 import Template
 
 from cachestream.cli.facts import facts, messages
-from cachestream.config import format_duration
 from cachestream.dashboard.readings import INTERVAL_S, USES, CacheWatch, Reading, verdict
 from cachestream.storage.status import CacheStatus
 
@@ -147,7 +146,7 @@ class _Panel:
             lengths = training.epochs
             self._epochs.data = {"epoch": [one[0] for one in lengths], "samples": [one[1] for one in lengths]}
         if freshness is not None:
-            self._uses.data = {"uses": _use_names(), "samples": list(freshness.by_uses)}
+            self._uses.data = {"uses": _use_names(), "samples": list(freshness)}
 
 
 def _use_names() -> list[str]:
@@ -222,9 +221,6 @@ def head_html(reading: Reading) -> str:
         return head
     rows = [("filling", status.fill_state), *(("", message) for message, _ in messages(status))]
     rows += [(name, words) for name, words, _ in facts(status, reading.rates)]
-    if reading.freshness is not None:
-        newest, median, oldest = map(format_duration, reading.freshness.ages_s)
-        rows.append(("age", f"half came within {median}; the newest {newest} ago, the oldest {oldest} ago"))
     body = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(words)}</dd>" for name, words in rows)
     share = min(1.0, status.size_bytes / max(1, status.size_limit))
     bar = f'<div class="bar"><div style="width: {share:.1%}"></div></div>'

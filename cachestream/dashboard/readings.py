@@ -7,7 +7,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -30,20 +29,11 @@ USES: Final = (0, 1, 2, 3, 5, 9, 17)  # the first number of uses of each class o
 
 
 @dataclass(frozen=True, slots=True)
-class Freshness:
-    """Of the cached samples: how many were used 0, 1, 2, 3 to 4, … times, as `USES`; and their ages since
-    they were cached, in seconds: of the youngest, the median and the oldest one.
-    """
-
-    by_uses: tuple[int, ...]
-    ages_s: tuple[float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
     """A cache at one moment: its status, or the `problem` that kept it from being read, in one sentence.
 
-    `at_s`: seconds since 1970. `rates` are None at the first look; `freshness` is None without samples.
+    `at_s`: seconds since 1970. `rates` are None at the first look; `freshness`: see
+    `read_freshness`.
     """
 
     path: str
@@ -51,7 +41,7 @@ class Reading:
     status: CacheStatus | None
     problem: str = ""
     rates: Activity | None = None
-    freshness: Freshness | None = None
+    freshness: tuple[int, ...] | None = None
 
 
 def verdict(reading: Reading) -> str:
@@ -91,7 +81,7 @@ class CacheWatch:
         self.readings: deque[Reading] = deque(maxlen=_KEPT)
         self._clock, self._rates = clock, RateWindow()
         self._cache: Cache | None = None
-        self._freshness: Freshness | None = None
+        self._freshness: tuple[int, ...] | None = None
         self._fresh_at_s = -math.inf
 
     def look(self) -> Reading:
@@ -117,7 +107,7 @@ class CacheWatch:
                 self._cache = Cache(self.path)
             status = self._cache.status()
             if now_s - self._fresh_at_s >= _FRESHNESS_S:
-                self._freshness, self._fresh_at_s = read_freshness(self._cache, now_s), now_s
+                self._freshness, self._fresh_at_s = read_freshness(self._cache), now_s
         except (CacheStreamError, OSError) as error:  # it may be deleted at any moment
             self.close()
             return Reading(self.path, now_s, None, f"{type(error).__name__}: {error}")
@@ -135,20 +125,11 @@ class CacheWatch:
             self._cache = None
 
 
-def read_freshness(cache: Cache, now_s: float) -> Freshness | None:
-    """The uses and ages of the cached samples, from the catalogue and the files' times; None without any."""
+def read_freshness(cache: Cache) -> tuple[int, ...] | None:
+    """The numbers of cached samples that were used 0, 1, 2, 3 to 4, … times, as `USES`; None without any."""
     ids, counts, uses = shard_uses(cache.catalogue)
     if not len(ids):
         return None
     places = np.searchsorted(USES, uses, side="right") - 1
     by_uses = np.bincount(places, weights=counts, minlength=len(USES))
-    made_s: dict[str, float] = {}
-    with suppress(FileNotFoundError), os.scandir(cache.directory.shards) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):
-                made_s[entry.name.partition(".")[0]] = entry.stat().st_mtime
-    ages = np.array([now_s - made_s.get(f"{shard_id:012d}", now_s) for shard_id in ids.tolist()])
-    order = np.argsort(ages)
-    middle = order[np.searchsorted(np.cumsum(counts[order]), counts.sum() / 2)]
-    youngest, median, oldest = (max(0.0, float(age)) for age in (ages.min(), ages[middle], ages.max()))
-    return Freshness(tuple(int(count) for count in by_uses), (youngest, median, oldest))
+    return tuple(int(count) for count in by_uses)

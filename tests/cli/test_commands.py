@@ -54,7 +54,6 @@ def test_the_loader_is_measured_with_the_users_work_on_batches_and_shown_in_eigh
         "onto the device",
     ]
     assert accelerator() or "no accelerator" in lines[6]
-    assert lines[7].startswith("disk, random 4.1 kB")
     assert max(map(len, lines[1:])) <= 80
     assert "give module:name" in refused(cli("bench", cache, *options, "mine:missing", cwd=tmp_path), 2)
 

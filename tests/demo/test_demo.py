@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,7 @@ from PIL import Image
 
 from cachestream import Cache, EpochError
 from cachestream.demo.data import PLACES, make_remote
-from cachestream.demo.run import LimitWatch, Size, problems, run, train_ranks
+from cachestream.demo.run import Size, run, train_ranks
 from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -113,21 +113,6 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     with pytest.raises(EpochError, match=reason):
         list(train_ranks(tmp_path, SHORT, 100_000, tmp_path / "log"))
     assert "Traceback" in (tmp_path / "log").read_text()
-
-
-def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "large").write_bytes(bytes(100_000))
-    with (
-        closing(LimitWatch(str(tmp_path), 100_000)) as tight,
-        closing(LimitWatch(str(tmp_path), 200_000)) as wide,
-    ):
-        wait_until(lambda: tight.looks > 0 and wide.looks > 0, "both have looked")
-    assert 200_000 > wide.peak_bytes >= 100_000
-    with Cache(tmp_path / "cache", "10MB") as cache:
-        (over,) = problems(cache.status(), cache.verify(), tight)
-        assert "more than its limit of 100,000" in over
-        assert not problems(cache.status(), cache.verify(), wide)
 
 
 @pytest.mark.e2e
