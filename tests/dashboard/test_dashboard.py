@@ -222,24 +222,6 @@ def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(t
 
 
 @pytest.mark.e2e
-def test_nobody_reads_without_the_token(tmp_path: Path) -> None:
-    fill(tmp_path / "cache", 1, 8).close()
-    with serving(tmp_path / "cache", token="a secret+&") as url:
-        base = url.partition("?")[0]
-        for address in (base, f"{base}?token=wrong", f"{base}metrics", f"{base}metrics?token=wrong"):
-            status, text = get(address)
-            assert (status, "needs its token" in text) == (403, True), address
-        assert get(url)[0] == 200
-        assert get(f"{base}metrics", Authorization="Bearer a secret+&")[0] == 200
-        with refusing():
-            assert not is_served(base, "wrong")
-        assert is_served(base, "a secret+&")
-    with serving(tmp_path / "cache", token="") as url:
-        assert "?" not in url
-        assert get(url)[0] == get(f"{url}metrics")[0] == 200
-
-
-@pytest.mark.e2e
 def test_a_cache_that_goes_and_comes_back_is_said_to_be_gone_and_shown_again(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("gone", "stays")]
     for path in paths:

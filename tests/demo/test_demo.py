@@ -7,18 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import pytest
-from PIL import Image
 
 from cachestream import Cache, EpochError
 from cachestream.demo.data import PLACES, make_remote
-from cachestream.demo.run import Size, run, train_ranks
+from cachestream.demo.run import Size, train_ranks
 from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -57,32 +55,6 @@ def training_demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-@pytest.mark.e2e
-def test_the_demo_trains_on_a_cache_that_grows_evicts_and_keeps_its_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, output = tmp_path / "work", tmp_path / "output"
-    work.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(work))
-    assert run(output, keep=True, size=SHORT) == 0
-    lines = capsys.readouterr().out.splitlines()
-    heading = next(number for number, line in enumerate(lines) if line.startswith("epoch"))
-    epochs = [line.split() for line in lines[heading + 1 : heading + 4]]
-    assert [epoch[0] for epoch in epochs] == ["1", "2", "3"]
-    assert epochs[-1][3] == "100%"  # of the remote was seen
-    assert float(epochs[-1][-1].rstrip("%")) > 3 * 100 / PLACES  # far above chance
-    assert "accuracy after 3 epochs" in lines[-4]
-    assert str(output / "demo.png") in lines[-2]
-    with Image.open(output / "demo.png") as plot:
-        assert min(plot.size) > 600
-    (kept,) = work.iterdir()
-    with Cache(kept / "cache") as cache:
-        status = cache.status()
-        assert status.evicted_samples > 0
-        assert status.size_bytes <= SHORT.limit_bytes == status.size_limit
-        assert not cache.has_worker()
 
 
 @pytest.mark.slow
