@@ -152,7 +152,7 @@ def test_a_peer_keyword_is_not_answered_with_one_the_function_lacks() -> None:
 )
 def test_a_keyword_of_a_peer_that_has_no_name_here_is_answered_with_what_to_do(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"stream\(\) has no argument '{name}': .*{says}"):
-        cs.stream("a", "b", batch_size=1, **{name: None})
+        cs.stream("a", "b", batch_size=1, **{name: None})  # type: ignore[arg-type]
 
 
 def test_a_keyword_of_a_peer_has_either_a_name_here_or_an_answer() -> None:

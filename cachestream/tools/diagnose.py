@@ -35,6 +35,7 @@ from cachestream.worker.worker import start_worker
 
 if TYPE_CHECKING:
     from cachestream.sources.base import Source
+    from cachestream.storage.status import CacheStatus
 
 _BUSY: Final = 0.8  # of the cores, or of the one core that the interpreter's lock leaves to Python
 _ONE_INTERPRETER: Final = 1.3  # above that many cores a process, its lock is not what holds it up
@@ -378,7 +379,7 @@ def diagnose(
             workers,
             not isinstance(source, CallableSource | DatasetSource | IterableSource),
         )
-    failure = status.failures[0].reason if status.failures else ""
+    failure = next(iter(_reasons(status)), "")
     return Findings(shown, stages, judge(stages, shown), status.skipped, failure)
 
 
@@ -417,6 +418,11 @@ def _fill(shown: str, cache: Cache, source: Source, seconds: float, **options: A
     return Run(samples - before, last_s - first_s, reads, last.since(first))
 
 
+def _reasons(status: CacheStatus) -> list[str]:
+    """The reasons for skipped samples, the most frequent first, each with its first sample."""
+    return [f"{one.reason}{f' (first: {one.example})' * bool(one.example)}" for one in status.failures]
+
+
 def _nothing(shown: str, cache: Cache, run: Run | None) -> SourceError | CacheFullError:
     """The error for a source of which no sample could be used."""
     status = cache.status()
@@ -424,6 +430,6 @@ def _nothing(shown: str, cache: Cache, run: Run | None) -> SourceError | CacheFu
         return CacheFullError(f"{status.disk_message}; try --folder")
     if run is not None and run.spent.dropped and not status.failures:
         return SourceError(f"{shown}: the transform dropped all {run.samples} samples that were read")
-    reasons = [one.reason for one in status.failures] + [status.fill_message, status.remote_message]
+    reasons = [*_reasons(status), status.fill_message, status.remote_message]
     unknown = "check the path, --format, that the remote answers and the transform ends"
     return SourceError(f"{shown}: no usable sample; {next(filter(None, reasons), unknown)}")
