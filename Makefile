@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+# The versions to install; build/lowest.txt: the oldest that pyproject.toml allows; /dev/null: the newest.
+CONSTRAINTS ?= constraints.txt
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 # The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
@@ -21,10 +23,10 @@ ACCURACY_ARGS ?= --save
 PLUGINS := plugins/cachestream-lance plugins/cachestream-video
 # What an installed copy is made from: pip builds the parts in C when it installs.
 PARTS_IN_C := cachestream/training/batches/_gather
-MADE_FROM := pyproject.toml constraints.txt setup.py $(PARTS_IN_C:=.c) $(PLUGINS:=/pyproject.toml)
+MADE_FROM := pyproject.toml $(CONSTRAINTS) setup.py $(PARTS_IN_C:=.c) $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test e2e check docs docs-serve pytest soak sanitize bench results bench-peers bench-accuracy clean
+.PHONY: help demo test e2e check docs docs-serve pytest soak sanitize wheels bench results bench-peers bench-accuracy clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,8 +60,10 @@ e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, whi
 	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 -m "e2e and not slow" $(PYTEST_ARGS) \
 	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)
 
-soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, and planted faults
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o timeout=1200 -o faulthandler_timeout=7300 $(PYTEST_ARGS)
+soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, planted faults; with coverage
+	$(BIN)/python -m coverage run -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o timeout=1200 -o faulthandler_timeout=7300 $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 # In a copy of the package: what is built here must not be what the other targets run with.
 SANITIZED := build/sanitized
@@ -75,6 +79,15 @@ sanitize: $(VENV)/.ready-dev  ## test the parts in C under gcc's address and und
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  $(abspath $(BIN))/python -m pytest -n 2 -m "not slow" tests/training tests/sources/test_tf_example.py $(PYTEST_ARGS)
+
+wheels: $(VENV)/.ready-dev  ## what a release holds, in dist: the source, and the wheel of this kind of machine
+	rm -rf dist build/lib build/wheel
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('build/wheel')"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+
+build/lowest.txt: pyproject.toml
+	mkdir -p build
+	sed -n '/^dependencies = \[/,/^\]/s/^ *"\([a-z0-9]*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml > $@
 
 bench: $(VENV)/.ready-dev  ## measure this machine (BENCH_ARGS="warm small --rounds 1"); then make results
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -95,7 +108,7 @@ clean:  ## remove what was made here, the virtual environment too
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.
 $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]' \
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$*]' \
 	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
 	@# What the tests import, by all cores, as pip does not; packages hold templates that are no Python.
 	@$(if $(filter dev,$*),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)

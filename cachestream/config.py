@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import gc
 import importlib
 import inspect
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 from cachestream.errors import ConfigError
 
@@ -43,6 +44,7 @@ SHORTEST_S: Final = 0.001  # a deadline below this is a mistake
 
 _GENERATORS: Final = ("generator", "rng")
 Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 _MAX_BYTES: Final = 2**62  # the catalogue and the system use signed 64-bit integers
 _PREFIXES: Final = " kmgtp"
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp])(i(?=b))?)?b?\s*", re.IGNORECASE)
@@ -148,6 +150,24 @@ def format_size(size_bytes: float) -> str:
     return f"{int(size_bytes)} B"
 
 
+def format_number(number: float) -> str:
+    """`number` for a person, by three digits: "0.52", "31.2", "4,120"."""
+    return f"{float(f'{number:.3g}'):,.0f}" if 1000 <= number < math.inf else f"{number:.3g}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """`seconds` for a person: "0.52 s", "12 s", "5 min", "1 h 39 min", "14 d"; "never" for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "never"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    for unit_s, unit, below_s, below in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min")):
+        if seconds >= unit_s:
+            whole, rest = divmod(int(seconds), unit_s)
+            return f"{whole} {unit} {rest // below_s} {below}" if rest >= below_s else f"{whole} {unit}"
+    return f"{int(seconds) // 60} min" if seconds >= 60 else f"{int(seconds)} s"
+
+
 def keywords_of(function: Callable[..., object]) -> set[str]:
     """The names of the arguments that `function` takes by keyword only."""
     parameters = inspect.signature(function).parameters.values()
@@ -185,6 +205,33 @@ def _generator_parameter(function: Callable[..., object]) -> str | None:
     # With another default it is the user's own generator, for example one bound by functools.partial.
     named = [one.name for one in parameters if one.name in _GENERATORS and one.default is None]
     return named[0] if len(needed) == 1 and named else None
+
+
+def suggests_names(
+    known: Collection[str] = (), hints: Mapping[str, str] | None = None, name: str = ""
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function: for a keyword that it lacks, a ConfigError tells the right one.
+
+    `known` are taken besides those of the signature. `hints` are for keywords that belong elsewhere. `name` is
+    shown for a constructor. A type checker sees the function as it is.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        shown, parameters = name or function.__name__, inspect.signature(function).parameters.values()
+        named = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD and one.name != "self"]
+        all_known = frozenset([*named, *known])
+
+        @functools.wraps(function)
+        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            if not kwargs.keys() <= all_known:
+                for keyword in kwargs.keys() & (hints or {}).keys():
+                    raise ConfigError(f"{shown}() has no argument '{keyword}': {(hints or {})[keyword]}")
+                reject_unknown(shown, kwargs, all_known)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def reject_unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> None:

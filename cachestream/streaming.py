@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from cachestream.config import SHORTEST_S, check_seconds, keywords_of, reject_unknown
+from cachestream.config import SHORTEST_S, check_seconds, keywords_of, suggests_names
 from cachestream.errors import ConfigError
 from cachestream.sources.base import is_source
 from cachestream.sources.open import SOURCE_OPTIONS, Unopened, open_source
@@ -17,10 +17,107 @@ from cachestream.training.ranks import find_share, is_elastic, warn_of_kept_stor
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
 
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    from cachestream.storage.eviction import EvictionPolicy
+    from cachestream.storage.view import Condition
+    from cachestream.training.batches.gather import Ragged
+    from cachestream.training.batches.transfer import BatchTransform
+    from cachestream.training.samplers import SamplerLike
+
 _CACHE_OPTIONS: Final = ("min_free", "eviction")
 _TIMEOUT_S: Final = 120.0  # the loader's
 _LINGER_S: Final = 120.0  # in which torchrun has started the ranks again, and they have loaded torch
 logger = logging.getLogger("cachestream")
+
+
+class SourceOptions(TypedDict, total=False):
+    """The options of `open_source`, which say what they mean; each belongs to some sources."""
+
+    check_crc: bool
+    check_hashes: bool
+    columns: Sequence[str] | None
+    compression: str | None
+    crop: int | tuple[int, int] | None
+    dataset: str | None
+    decode_images: bool
+    decoders: Mapping[str, Any] | None
+    delimiter: str | None
+    dtype: Any
+    encoding: str | None
+    extensions: Sequence[str] | str | None
+    features: Mapping[str, Any] | None
+    fields: Any
+    first_names: int | str | None
+    format: str | None
+    jitter: Any
+    label: Any
+    manifest: bool | Mapping[str, Any] | None
+    max_object_size: int | str | None
+    nulls: Any
+    num_units: int | None
+    raw: Any
+    recursive: bool
+    resize: int | tuple[int, int] | None
+    samples_per_visit: int | None
+    shards: Any
+    storage_options: Mapping[str, Any] | None
+    stride: Any
+    thread_safe: bool
+    window: Any
+    windows: Any
+
+
+class StreamOptions(SourceOptions, total=False):
+    """The options of `stream`: those of `Cache`, `open_source`, `start_worker` and `EpochLoader`."""
+
+    min_free: int | str | None
+    eviction: EvictionPolicy | None
+    # start_worker
+    bandwidth_limit: int | str | None
+    concurrency: int
+    detach: bool
+    engine: str
+    hang_timeout_s: float
+    holdout: float | None
+    linger_s: float
+    on_change: str
+    order: Any
+    partition: tuple[int, int] | str | None
+    ray_options: Mapping[str, Any] | None
+    seed: int
+    shard_size: int | str | None
+    share: str | None
+    share_required: bool
+    when_full: str
+    # EpochLoader
+    batch_transform: BatchTransform | None
+    device: torch.device | str | int | None
+    drop_last: bool
+    epoch_size: int | None
+    group_by: str | None
+    locality: int | None
+    max_tokens: Mapping[str, int] | None
+    mesh: DeviceMesh | None
+    min_samples: int | None
+    mixture: Any
+    pinned_limit: int | str | None
+    prefetch: int
+    ragged: Ragged
+    record: str | os.PathLike[str] | None
+    replay: str | os.PathLike[str] | None
+    replicate: int | str | Sequence[str] | None
+    sampler: SamplerLike | None
+    shuffle: bool
+    split: str | None
+    timeout_s: float
+    turnover: float
+    weights: bool | Mapping[str, float] | None
+    where: Condition | None
+    with_keys: bool
 
 
 class StreamLoader(EpochLoader):
@@ -45,6 +142,7 @@ class StreamLoader(EpochLoader):
             self.close()
 
 
+@suggests_names(StreamOptions.__annotations__)
 def stream(
     source: Any,
     cache: str | os.PathLike[str] | Cache,
@@ -53,7 +151,7 @@ def stream(
     batch_size: int,
     transform: Callable[..., Any] | None = None,
     num_workers: int | None = None,
-    **options: Any,
+    **options: Unpack[StreamOptions],
 ) -> StreamLoader:
     """Fill a cache from `source` in the background, and iterate epochs over what it holds.
 
@@ -79,7 +177,6 @@ def stream(
     and fields whose shape varies. Raises ConfigError for what cannot work, and RankMismatchError when a rank
     of the job does not call it, too.
     """
-    reject_unknown("stream", options, _ARGUMENTS)
     timeout_s = options.get("timeout_s", _TIMEOUT_S)
     check_seconds("timeout_s", timeout_s, SHORTEST_S)
     source_options = _selected(options, SOURCE_OPTIONS)
@@ -114,7 +211,7 @@ def stream(
         raise
 
 
-def _defaults_from_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+def _defaults_from_job(cache: Cache, options: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
     """The defaults of `partition` and `linger_s` for the worker of this cache, in a distributed job."""
     warn_of_kept_store()
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
@@ -132,12 +229,5 @@ def _set(cache: Cache, settings: Mapping[str, Any]) -> None:
             setattr(cache, name, value)
 
 
-def _selected(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
+def _selected(options: Mapping[str, object], names: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
-
-
-_ARGUMENTS: Final = sorted(
-    {"source", "cache", "size_limit", "batch_size", *_CACHE_OPTIONS, *SOURCE_OPTIONS}
-    | keywords_of(start_worker)
-    | keywords_of(EpochLoader.__init__)
-)

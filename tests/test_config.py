@@ -20,6 +20,8 @@ from cachestream.config import (
     PEER_KEYWORDS,
     check_count,
     collection_paused,
+    format_duration,
+    format_number,
     format_size,
     keywords_of,
     parse_size,
@@ -150,7 +152,7 @@ def test_a_peer_keyword_is_not_answered_with_one_the_function_lacks() -> None:
 )
 def test_a_keyword_of_a_peer_that_has_no_name_here_is_answered_with_what_to_do(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"stream\(\) has no argument '{name}': .*{says}"):
-        cs.stream("a", "b", batch_size=1, **{name: None})
+        cs.stream("a", "b", batch_size=1, **{name: None})  # type: ignore[arg-type]
 
 
 def test_a_keyword_of_a_peer_has_either_a_name_here_or_an_answer() -> None:
@@ -254,3 +256,25 @@ def test_a_pause_of_the_garbage_collector_leaves_it_as_it_was(enabled: bool) -> 
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "never"),
+        (0.0, "0 s"),
+        (0.523, "0.52 s"),
+        (59.2, "59 s"),
+        (60, "1 min"),
+        (3600, "1 h"),
+        (3 * 3600 + 300, "3 h 5 min"),
+        (2 * 86_400 + 4 * 3600 + 59, "2 d 4 h"),
+    ],
+)
+def test_a_duration_takes_at_most_two_units(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(0.5234, "0.523"), (31.24, "31.2"), (4123.4, "4,120")])
+def test_a_number_has_three_digits(number: float, text: str) -> None:
+    assert format_number(number) == text

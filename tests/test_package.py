@@ -120,6 +120,27 @@ def test_what_fills_and_inspects_a_cache_does_not_load_torch() -> None:
     assert run_python(code).splitlines() == [f"{name} False" for name in names]
 
 
+LIGHT: Final = """
+import sys, tempfile, pathlib, numpy as np, cachestream as cs
+def heavy(sample=None):
+    names = ("typer", "click", "rich", "s3fs", "aiobotocore", "botocore", "aiohttp", "torch", "ray")
+    return {"loaded": " ".join(name for name in names if name in sys.modules)}
+folder = pathlib.Path(tempfile.mkdtemp())
+np.save(folder / "0.npy", np.zeros(10))
+with cs.Cache(folder / "cache", "10MB", min_free=0) as cache:
+    with cs.start_worker(cache, str(folder / "0.npy"), transform=heavy, num_workers=1) as worker:
+        worker.wait(120)
+    print([heavy()["loaded"]])
+    with cache.snapshot() as dataset:  # loads torch here
+        print([dataset[0]["loaded"]])
+"""
+
+
+@pytest.mark.e2e
+def test_a_worker_on_local_files_loads_nothing_of_the_command_line_nor_of_s3() -> None:
+    assert run_python(LIGHT).splitlines() == ["['']", "['']"]
+
+
 @pytest.mark.e2e
 @pytest.mark.usefixtures("forked")
 def test_stream_stays_the_function_whatever_is_imported_before_it(tmp_path: Path) -> None:

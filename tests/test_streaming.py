@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import cachestream as cs
+from cachestream.config import keywords_of
 from cachestream.sources.open import SOURCE_OPTIONS
+from cachestream.streaming import StreamOptions
 
 SOURCES = (
     *(cs.ArraySource, cs.FileSource, cs.LitDataSource, cs.MDSSource, cs.ParquetSource, cs.TarSource),
@@ -21,6 +23,15 @@ SOURCES = (
 def test_the_options_of_every_source_are_taken(kind: type) -> None:
     options = list(inspect.signature(kind).parameters)[1:]
     assert set(options) - {"weights"} <= set(SOURCE_OPTIONS)  # weights are the loader's
+
+
+def test_a_type_checker_sees_every_option_that_is_taken() -> None:
+    taken = {*SOURCE_OPTIONS, "min_free", "eviction"}
+    taken |= keywords_of(cs.start_worker) | keywords_of(cs.EpochLoader.__init__)
+    assert set(StreamOptions.__annotations__) == taken - {"transform", "num_workers"}
+    for function in (cs.start_worker, cs.EpochLoader.__init__, cs.Cache.__init__):
+        parameters = inspect.signature(function).parameters.values()
+        assert all(one.kind is not one.VAR_KEYWORD for one in parameters)
 
 
 @pytest.mark.e2e

@@ -40,6 +40,7 @@ from cachestream.cli.arguments import (
     pairs_of,
     source_of,
 )
+from cachestream.cli.facts import one_line
 from cachestream.cli.main import PROBLEM
 from cachestream.config import format_size, parse_size
 from cachestream.errors import ConfigError
@@ -142,8 +143,9 @@ def worker(
 ) -> None:
     """Fill CACHE from SOURCE.
 
-    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it;
-    with --detach in the background, until it is stopped. Started again, it goes on where it stopped.
+    It ends when SOURCE has been read once, or on Ctrl-C. A full CACHE keeps it waiting until a training has
+    used what is there. With --detach it runs in the background until it is stopped. Started again, it goes on
+    where it stopped.
     """
     if detach and trace is not None:
         raise ConfigError("--trace writes its file when the command ends: leave --detach out")
@@ -180,8 +182,7 @@ def _follow(started: Worker, filled: Cache) -> None:
         with started:
             display.follow(started)
     finally:
-        status = filled.status()
-        display.say_result(status)
+        display.say_result(status := filled.status())
     if status.fill_state == "complete" and status.fill_message and not status.num_samples:
         raise typer.Exit(PROBLEM)
 
@@ -189,15 +190,8 @@ def _follow(started: Worker, filled: Cache) -> None:
 @app.command()
 def stop(
     cache: CacheArgument,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            envvar="CACHESTREAM_STOP_TIMEOUT",
-            min=0.0,
-            callback=finite,
-            help="Seconds to wait until it has ended.",
-        ),
+    timeout: Annotated[
+        float, typer.Option(min=0.0, callback=finite, help="Seconds to wait until it has ended.")
     ] = 5.0,
 ) -> None:
     """Stop the worker of CACHE.
@@ -206,8 +200,8 @@ def stop(
     """
     with _open(cache) as filled:
         if filled.has_worker() or lost_worker(filled.directory) is not None:
-            Worker(filled, None, None).stop(timeout_s)
-            typer.echo(f"stopped: {display.one_line(filled.status())}", err=True)
+            Worker(filled, None, None).stop(timeout)
+            typer.echo(f"stopped: {one_line(filled.status())}", err=True)
         else:
             typer.echo(f"no worker is running for {filled.path}", err=True)
 
@@ -217,21 +211,12 @@ def status(
     cache: CacheArgument,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
-    interval_s: Annotated[
-        float,
-        typer.Option(
-            "--interval",
-            envvar="CACHESTREAM_STATUS_INTERVAL",
-            min=0.1,
-            callback=finite,
-            help="Seconds between looks.",
-        ),
-    ] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds between looks.")] = 1.0,
 ) -> None:
     """Show what CACHE holds and what its worker does."""
     with _open(cache) as filled:
         if watch:
-            display.watch(filled, interval_s, as_json=json)
+            display.watch(filled, interval, as_json=json)
         else:
             display.show(filled.status(), as_json=json)
 
@@ -371,7 +356,7 @@ def bench(
 ) -> None:
     """Measure the loader over CACHE.
 
-    Alone, with your batch transform and onto the accelerator, beside memcpy and the disk.
+    Alone, with your batch transform and onto the accelerator, beside memcpy.
     """
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     begin_trace(context, trace)
@@ -409,7 +394,7 @@ def diagnose(
     no cache, and leaves nothing behind.
     """
     if source is None:
-        machine = _import_late("tools.diagnose.machine")
+        machine = _import_late("tools.machine")
         report = machine.check_machine(folder or ".", os.environ, display.say)
         display.show(report, as_json=json)
         if not report.ok:
@@ -418,10 +403,8 @@ def diagnose(
     function = None if transform is None else load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
-    limits = {"seconds": seconds, "workers": workers, "folder": folder}
-    found = _import_late("tools.diagnose.diagnose").diagnose(
-        redact(source), opener, function, **limits, on_progress=display.say
-    )
+    limits = {"seconds": seconds, "workers": workers, "folder": folder, "on_progress": display.say}
+    found = _import_late("tools.diagnose").diagnose(redact(source), opener, function, **limits)
     display.show(found, as_json=json)
 
 
@@ -469,25 +452,19 @@ def plan(
     function = None if transform is None else load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
-    limit, link = parse_size(size_limit, "--size-limit"), None
-    if bandwidth is not None:
-        link = parse_size(bandwidth, "--bandwidth")
-    diagnosed = _import_late("tools.diagnose.diagnose").diagnose(
-        redact(source), opener, function, seconds=seconds, workers=workers, on_progress=display.say
-    )
+    link = None if bandwidth is None else parse_size(bandwidth, "--bandwidth")
+    run = {
+        "size_limit": parse_size(size_limit, "--size-limit"),
+        "batch_size": batch_size,
+        "step_s": step_time,
+        "duration_s": 86_400 * days,
+        "turnover": turnover,
+        "min_samples": min_samples,
+    }
+    limits = {"seconds": seconds, "workers": workers, "on_progress": display.say}
+    stages = _import_late("tools.diagnose").diagnose(redact(source), opener, function, **limits).stages
     planning = _import_late("tools.forecast")
-    setup = planning.setup_of(
-        diagnosed.stages,
-        num_samples=samples,
-        bandwidth_bytes_per_s=link,
-        size_limit=limit,
-        batch_size=batch_size,
-        step_s=step_time,
-        duration_s=86_400 * days,
-        turnover=turnover,
-        min_samples=min_samples,
-    )
-    planned = planning.Plan.of(setup, diagnosed.stages, price_per_gb)
+    planned = planning.Plan.of(planning.setup_of(stages, samples, link, **run), stages, price_per_gb)
     display.show(planned, as_json=json)
     if output is not None:
         plot_forecast(planned.forecast, output, redact(source))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -15,8 +14,7 @@ from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 from jinja2 import Template
 
-from cachestream.cli.display import describe_duration
-from cachestream.config import format_size
+from cachestream.cli.facts import facts, messages
 from cachestream.dashboard.readings import INTERVAL_S, USES, CacheWatch, Reading, verdict
 from cachestream.storage.status import CacheStatus
 
@@ -49,7 +47,7 @@ p { margin: 2px 0 8px; font-size: 16px; }
   overflow: hidden; margin: 4px 0 10px; }
 .bar div { height: 100%; background: #3D8FCC; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; margin: 0 0 10px; }
-dt { color: #8A8F98; } dd { margin: 0; overflow-wrap: anywhere; }
+dt { color: #8A8F98; } dd { margin: 0; overflow-wrap: anywhere; white-space: pre-line; }
 .ranks { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-bottom: 8px; }
 th, td { text-align: right; padding: 1px 14px 1px 0; white-space: nowrap; }
@@ -148,7 +146,7 @@ class _Panel:
             lengths = training.epochs
             self._epochs.data = {"epoch": [one[0] for one in lengths], "samples": [one[1] for one in lengths]}
         if freshness is not None:
-            self._uses.data = {"uses": _use_names(), "samples": list(freshness.by_uses)}
+            self._uses.data = {"uses": _use_names(), "samples": list(freshness)}
 
 
 def _use_names() -> list[str]:
@@ -221,44 +219,12 @@ def head_html(reading: Reading) -> str:
     status = reading.status
     if status is None:
         return head
+    rows = [("filling", status.fill_state), *(("", message) for message, _ in messages(status))]
+    rows += [(name, words) for name, words, _ in facts(status, reading.rates)]
+    body = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(words)}</dd>" for name, words in rows)
     share = min(1.0, status.size_bytes / max(1, status.size_limit))
-    rows = "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in _facts(reading, status)
-    )
-    return (
-        f'{head}<div class="bar"><div style="width: {share:.1%}"></div></div><dl>{rows}</dl>{_ranks(status)}'
-    )
-
-
-def _facts(reading: Reading, status: CacheStatus) -> Iterable[tuple[str, str]]:
-    yield "cached", f"{status.num_samples:,} samples in {status.num_shards:,} shards"
-    yield "size", f"{format_size(status.size_bytes)} of {format_size(status.size_limit)}"
-    done = (
-        ""
-        if status.pass_done is None
-        else f", pass {status.pass_number}: {status.pass_done:.1%} of the remote seen"
-    )
-    yield "filling", f"{status.fill_state}{done}"
-    if status.fill_message:
-        yield "", status.fill_message
-    if (worker := status.worker) is not None:
-        states = ", ".join(f"{count} {state}" for state, count in Counter(worker.states).most_common())
-        restarts = f"; {worker.restarts} restarts" if worker.restarts else ""
-        yield (
-            "processes",
-            f"{states} (worker {worker.pid}, for {describe_duration(worker.uptime_s)}{restarts})",
-        )
-    if (rates := reading.rates) is not None:
-        trained = f"{rates.trained:,.0f} trained on, {rates.evicted:,.0f} evicted"
-        yield "a second", f"{rates.cached:,.0f} samples arrive, {trained}"
-    if reading.freshness is not None:
-        youngest, median, oldest = (describe_duration(age) for age in reading.freshness.ages_s)
-        yield (
-            "age",
-            f"half of the samples came within {median}; the newest {youngest} ago, the oldest {oldest} ago",
-        )
-    if status.skipped:
-        yield "left out", f"{status.skipped:,} samples: {status.failures[0].reason}"
+    bar = f'<div class="bar"><div style="width: {share:.1%}"></div></div>'
+    return f"{head}{bar}<dl>{body}</dl>{_ranks(status)}"
 
 
 def _ranks(status: CacheStatus) -> str:

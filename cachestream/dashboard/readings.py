@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.cli.display import bottleneck
+from cachestream.cli.facts import Activity, RateWindow
 from cachestream.errors import CacheStreamError
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
@@ -23,7 +22,6 @@ from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
 
 INTERVAL_S: Final = 2.0  # between two looks
-_RATE_S: Final = 10.0  # rates are means over so long
 _KEPT: Final = 900  # looks: half an hour
 _FRESHNESS_S: Final = 20.0  # between two looks at all shards
 _WAITS: Final = 0.02  # a trainer that waits for less of its time is not held up
@@ -31,30 +29,11 @@ USES: Final = (0, 1, 2, 3, 5, 9, 17)  # the first number of uses of each class o
 
 
 @dataclass(frozen=True, slots=True)
-class Freshness:
-    """Of the cached samples: how many were used 0, 1, 2, 3 to 4, … times, as `USES`; and their ages since
-    they were cached, in seconds: of the youngest, the median and the oldest one.
-    """
-
-    by_uses: tuple[int, ...]
-    ages_s: tuple[float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """Samples cached, trained on (by all ranks) and evicted, and bytes fetched, in a second."""
-
-    cached: float
-    trained: float
-    evicted: float
-    fetched_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
     """A cache at one moment: its status, or the `problem` that kept it from being read, in one sentence.
 
-    `at_s`: seconds since 1970. `rates` are None at the first look; `freshness` is None without samples.
+    `at_s`: seconds since 1970. `rates` are None at the first look; `freshness`: see
+    `read_freshness`.
     """
 
     path: str
@@ -62,34 +41,7 @@ class Reading:
     status: CacheStatus | None
     problem: str = ""
     rates: Activity | None = None
-    freshness: Freshness | None = None
-
-
-def rates_between(before: Reading, now: Reading) -> Activity | None:
-    """The rates between two looks at a cache. A worker or loader that came or went counts nothing."""
-    then, status, passed_s = before.status, now.status, now.at_s - before.at_s
-    if then is None or status is None or passed_s <= 0:
-        return None
-    cached = fetched = 0
-    if then.worker is not None and status.worker is not None and then.worker.pid == status.worker.pid:
-        cached = status.worker.totals.samples - then.worker.totals.samples
-        fetched = status.worker.totals.fetched_bytes - then.worker.totals.fetched_bytes
-    known = _trained(then)
-    trained = sum(
-        max(0, sum(samples) - sum(known[process]))
-        for process, samples in _trained(status).items()
-        if len(known[process]) == len(samples)
-    )
-    evicted = max(0, status.evicted_samples - then.evicted_samples)
-    return Activity(*(max(0, number) / passed_s for number in (cached, trained, evicted, fetched)))
-
-
-def _trained(status: CacheStatus) -> defaultdict[tuple[int, int], list[int]]:
-    """Samples delivered by each loader, by process and rank. One process may have a loader for each split."""
-    found = defaultdict[tuple[int, int], list[int]](list)
-    for loader in status.loaders:
-        found[loader.pid, loader.rank].append(loader.samples)
-    return found
+    freshness: tuple[int, ...] | None = None
 
 
 def verdict(reading: Reading) -> str:
@@ -103,7 +55,7 @@ def verdict(reading: Reading) -> str:
     if status.fill_state == "failed":
         return f"The filling has failed: {status.fill_message}."
     waits = max((loader.epoch_wait_share for loader in status.loaders), default=None)
-    shares = [] if status.worker is None else bottleneck(status.worker.totals)
+    shares = [] if status.worker is None else status.worker.totals.shares
     stage = f"the {shares[0][0]} takes {shares[0][1]:.0%} of its processes' time" if shares else ""
     if waits is None:
         if status.worker is None:
@@ -127,9 +79,9 @@ class CacheWatch:
         self._directory = Directory(os.path.realpath(os.path.expanduser(path)))
         self.path = self._directory.root
         self.readings: deque[Reading] = deque(maxlen=_KEPT)
-        self._clock = clock
+        self._clock, self._rates = clock, RateWindow()
         self._cache: Cache | None = None
-        self._freshness: Freshness | None = None
+        self._freshness: tuple[int, ...] | None = None
         self._fresh_at_s = -math.inf
 
     def look(self) -> Reading:
@@ -138,9 +90,7 @@ class CacheWatch:
         if self.readings and 0 <= now_s - self.readings[-1].at_s < 0.5 * INTERVAL_S:
             return self.readings[-1]
         reading = self._read(now_s)
-        recent = [one for one in self.readings if now_s - one.at_s <= _RATE_S]
-        if recent:
-            reading = replace(reading, rates=rates_between(recent[0], reading))
+        reading = replace(reading, rates=self._rates.add(now_s, reading.status))
         self.readings.append(reading)
         return reading
 
@@ -157,7 +107,7 @@ class CacheWatch:
                 self._cache = Cache(self.path)
             status = self._cache.status()
             if now_s - self._fresh_at_s >= _FRESHNESS_S:
-                self._freshness, self._fresh_at_s = read_freshness(self._cache, now_s), now_s
+                self._freshness, self._fresh_at_s = read_freshness(self._cache), now_s
         except (CacheStreamError, OSError) as error:  # it may be deleted at any moment
             self.close()
             return Reading(self.path, now_s, None, f"{type(error).__name__}: {error}")
@@ -175,20 +125,11 @@ class CacheWatch:
             self._cache = None
 
 
-def read_freshness(cache: Cache, now_s: float) -> Freshness | None:
-    """The uses and ages of the cached samples, from the catalogue and the files' times; None without any."""
+def read_freshness(cache: Cache) -> tuple[int, ...] | None:
+    """The numbers of cached samples that were used 0, 1, 2, 3 to 4, … times, as `USES`; None without any."""
     ids, counts, uses = shard_uses(cache.catalogue)
     if not len(ids):
         return None
     places = np.searchsorted(USES, uses, side="right") - 1
     by_uses = np.bincount(places, weights=counts, minlength=len(USES))
-    made_s: dict[str, float] = {}
-    with suppress(FileNotFoundError), os.scandir(cache.directory.shards) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):
-                made_s[entry.name.partition(".")[0]] = entry.stat().st_mtime
-    ages = np.array([now_s - made_s.get(f"{shard_id:012d}", now_s) for shard_id in ids.tolist()])
-    order = np.argsort(ages)
-    middle = order[np.searchsorted(np.cumsum(counts[order]), counts.sum() / 2)]
-    youngest, median, oldest = (max(0.0, float(age)) for age in (ages.min(), ages[middle], ages.max()))
-    return Freshness(tuple(int(count) for count in by_uses), (youngest, median, oldest))
+    return tuple(int(count) for count in by_uses)

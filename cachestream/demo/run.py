@@ -1,4 +1,4 @@
-"""`cachestream demo`: makes the remote, starts the ranks, watches the limit, draws, and cleans up."""
+"""`cachestream demo`: makes the remote, starts the ranks, draws, and cleans up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Generator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
@@ -32,7 +31,6 @@ LOG: Final = "ranks.log"
 _TITLE: Final = "cachestream demo: two ranks train on a growing, limited cache of a slow remote"
 _HEADING: Final = "epoch  samples  cached  remote seen  samples/s   wait  accuracy"
 _SAMPLE_BYTES: Final = 3 * SIDE * SIDE + 64
-_LOOK_S: Final = 0.01
 _END_S: Final = 30.0
 
 
@@ -124,10 +122,7 @@ def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> 
     epochs: list[EpochDone] = []
     with Cache(work / CACHE, size.limit_bytes, min_free="100MB") as cache:
         try:
-            with (
-                closing(LimitWatch(cache.path, size.limit_bytes)) as watch,
-                closing(train_ranks(work, size, bandwidth_bytes_per_s, folder / LOG)) as done,
-            ):
+            with closing(train_ranks(work, size, bandwidth_bytes_per_s, folder / LOG)) as done:
                 for event in done:
                     if not epochs:
                         _say(_HEADING)
@@ -136,27 +131,30 @@ def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> 
         finally:
             _wait_for_worker(cache)
         accuracy = [(event.time_s, event.accuracy) for event in epochs]
-        plot_growth(read_history(cache.directory.worker_file("history")), folder / PLOT, _TITLE, accuracy)
+        history = read_history(cache.directory.worker_file("history"))
+        plot_growth(history, folder / PLOT, _TITLE, accuracy)
         status = cache.status()
-        _say(f"\n{_summary(epochs, status, watch)}\nPlot of growth and accuracy: {folder / PLOT}")
-        return problems(status, cache.verify(), watch)
+        _say(
+            f"\n{_summary(epochs, status, int(history['size_bytes'].max()))}\nPlot of growth and accuracy: {folder / PLOT}"
+        )
+        return problems(status, cache.verify())
 
 
-def _summary(epochs: list[EpochDone], status: CacheStatus, watch: LimitWatch) -> str:
+def _summary(epochs: list[EpochDone], status: CacheStatus, peak_bytes: int) -> str:
     last, waited = epochs[-1], sum(event.wait * event.seconds for event in epochs)
     return (
         f"{last.accuracy:.0%} accuracy after {last.epoch} epochs. {last.seen:.0%} of the remote went through a cache "
-        f"of {format_size(watch.peak_bytes)} at most\n(limit {format_size(status.size_limit)}); "
+        f"of {format_size(peak_bytes)} at most\n(limit {format_size(status.size_limit)}); "
         f"{status.evicted_samples:,} samples were evicted, and training waited "
         f"{waited / sum(event.seconds for event in epochs):.1%} of its time."
     )
 
 
-def problems(status: CacheStatus, report: VerifyReport, watch: LimitWatch) -> list[str]:
+def problems(status: CacheStatus, report: VerifyReport) -> list[str]:
     """Failed expectations, a line each."""
     found = []
-    if (over := watch.peak_bytes - watch.limit_bytes) > 0:
-        found.append(f"the cache took {over:,} bytes more than its limit of {watch.limit_bytes:,}")
+    if (over := status.size_bytes - status.size_limit) > 0:
+        found.append(f"the cache takes {over:,} bytes more than its limit of {status.size_limit:,}")
     if status.skipped:
         reasons = ", ".join(sorted({failure.reason for failure in status.failures}))
         found.append(f"{status.skipped} samples were skipped: {reasons}")
@@ -202,43 +200,6 @@ def train_ranks(
                 ranks.wait(_END_S)
             except TimeoutExpired:
                 ranks.kill()  # its ranks end at their next report, or when they miss each other
-
-
-class LimitWatch:
-    """A thread that adds up the allocated bytes of everything below `root`; shares no code with the cache.
-
-    `peak_bytes` is the most that it saw, in `looks` looks.
-    """
-
-    def __init__(self, root: str, limit_bytes: int) -> None:
-        self._root, self.limit_bytes = root, limit_bytes
-        self.peak_bytes = self.looks = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="limit-watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5.0)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            found, after = _allocated(self._root), _allocated(self._root)
-            # A look takes time: a file evicted during it and one written into its space would both count.
-            if found.keys() <= after.keys():
-                self.peak_bytes = max(self.peak_bytes, sum(found.values()))
-                self.looks += 1
-
-
-def _allocated(root: str) -> dict[int, int]:
-    """Allocated bytes of `root` and everything below it, by inode."""
-    found = {}
-    for folder, _, names in os.walk(root):  # also finds nothing in folders that are gone by now
-        for name in (".", *names):
-            with suppress(FileNotFoundError):
-                info = os.lstat(os.path.join(folder, name))
-                found[info.st_ino] = info.st_blocks * 512
-    return found
 
 
 def _wait_for_worker(cache: Cache) -> None:

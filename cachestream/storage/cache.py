@@ -91,6 +91,7 @@ class Cache:
     cachestream. Thread-safe, picklable (a copy opens the cache again), usable after a fork.
     """
 
+    @cachestream.config.suggests_names(name="Cache")
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -98,9 +99,7 @@ class Cache:
         *,
         min_free: int | str | None = None,
         eviction: EvictionPolicy | None = None,
-        **unknown: object,
     ) -> None:
-        cachestream.config.reject_unknown("Cache", unknown, ("size_limit", "min_free", "eviction"))
         self._eviction = eviction if callable(eviction) else None  # a name is stored in the cache
         given = {
             "size_limit": None if size_limit is None else parse_limit(size_limit),

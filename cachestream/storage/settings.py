@@ -173,8 +173,8 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
     if split is None and holdout is None:
         if stored is not None:
             logger.warning(
-                "%s holds out %g of its samples, and they are among those that are read here: "
-                "say split='train' to train",
+                "%s holds out %g of its samples, but all are read here, the held-out ones too: "
+                "give split='train' to train",
                 cache.path,
                 stored,
             )

@@ -51,6 +51,7 @@ _SLOT: Final = np.dtype(
         ("samples", "<i8"),
         ("units", "<i8"),
         ("fetched_bytes", "<i8"),
+        ("unit_bytes", "<i8"),  # fetched for `units`
         ("written_bytes", "<i8"),
         ("failures", "<i8"),
         ("dropped", "<i8"),
@@ -61,6 +62,7 @@ _SLOT: Final = np.dtype(
         ("pack_s", "<f8"),
         ("publish_s", "<f8"),
         ("space_wait_s", "<f8"),
+        ("cpu_s", "<f8"),  # of the processor, in all threads of the process
         ("pass_id", "<i8"),
         ("bandwidth_bytes_per_s", "<f8"),  # the limit of the worker, 0: none
         ("transforming", "<i8"),  # position + 1 of the unit being transformed, 0: none
@@ -103,6 +105,7 @@ class Totals:
     samples: int
     units: int
     fetched_bytes: int
+    unit_bytes: int
     written_bytes: int
     failures: int
     dropped: int
@@ -112,6 +115,35 @@ class Totals:
     pack_s: float
     publish_s: float
     space_wait_s: float
+    cpu_s: float
+
+    def since(self, before: Totals) -> Totals:
+        """The counts since `before`."""
+        return Totals(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(Totals)))
+
+    @property
+    def read_cpu_s(self) -> float:
+        """The time that the processor took for reading and decoding, which happen in threads beside the rest."""
+        return max(0.0, self.cpu_s - self.transform_s - self.pack_s - self.publish_s)
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """The stages of sampling by their share of the time, the largest first; empty before any work.
+
+        The wait for samples is one for decoding as far as the processor was busy meanwhile.
+        """
+        decode_s = min(self.fetch_wait_s, self.read_cpu_s)
+        stages = {
+            "remote": self.fetch_wait_s - decode_s,
+            "decoding": decode_s,
+            "transform": self.transform_s,
+            "packing": self.pack_s,
+            "disk": self.publish_s,
+            "waiting for space": self.space_wait_s,
+        }
+        whole_s = sum(stages.values())
+        ordered = sorted(stages.items(), key=lambda item: -item[1])
+        return [(stage, spent_s / whole_s) for stage, spent_s in ordered] if whole_s > 0 else []
 
 
 class Run(NamedTuple):
@@ -180,6 +212,11 @@ class Board:
     @property
     def restarts(self) -> int:
         return int(self._head["restarts"][0])
+
+    @property
+    def reading(self) -> int:
+        """The units that are being read now."""
+        return int(np.count_nonzero(self._slots["reads"][: self.processes]))
 
     def count_restart(self) -> None:
         self._head["restarts"] += 1

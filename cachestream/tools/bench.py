@@ -1,14 +1,9 @@
-"""Speed of a cache: the loader alone, with a batch transform, onto the device; beside memcpy and the disk."""
+"""Speed of a cache: the loader alone, with a batch transform, onto the device; beside memcpy."""
 
 from __future__ import annotations
 
-import functools
-import mmap
-import os
-import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,18 +12,28 @@ import numpy as np
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.cache import Cache
-from cachestream.storage.shard import shard_path
-from cachestream.tools.diagnose.stages import Throughput
 from cachestream.training.batches.transfer import accelerator
 from cachestream.training.loader import EpochLoader
 
 _COPY_BYTES: Final = 64 * 2**20
 _COPIES: Final = 10
-_DISK_S: Final = 1.0
-_DISK_DEPTH: Final = 16
-_DISK_BLOCKS: Final = (4096, 1 << 20)  # the least and the most that is read at a time
-_NO_DEVICE: Final = "no accelerator"
-_NO_DISK: Final = "not read: this filesystem cannot bypass the page cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Samples that a loader delivered in `seconds`."""
+
+    num_samples: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / max(self.seconds, 1e-9)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,7 @@ class BenchReport:
     """The speed of one cache, in batches of `batch_size`.
 
     `alone`: batches as gathered. `transformed`: with a `batch_transform`, None without one. `moved`: onto the
-    accelerator, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes`
-    past the page cache, 16 at once; None where the filesystem cannot do that.
+    accelerator, with the transform there, None without one.
     """
 
     place: str
@@ -46,8 +50,6 @@ class BenchReport:
     transformed: Throughput | None
     moved: Throughput | None
     memcpy_bytes_per_s: float
-    disk_bytes_per_s: float | None
-    block_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; what was not measured is None."""
@@ -56,8 +58,6 @@ class BenchReport:
             "share_of_memcpy": self.alone.bytes_per_s / self.memcpy_bytes_per_s,
             "batch_transform": None if self.transformed is None else self._plain(self.transformed),
             "device": None if self.moved is None else self._plain(self.moved),
-            "disk_bytes_per_s": self.disk_bytes_per_s,
-            "disk_block_bytes": self.block_bytes,
         }
 
     def _plain(self, done: Throughput) -> dict[str, float]:
@@ -74,15 +74,13 @@ class BenchReport:
         # What a transform makes of a batch may have another size: bytes are those that were gathered.
         bytes_each = alone.num_bytes / alone.num_samples
 
-        def line(name: str, bytes_per_s: float | None, samples: str = "", instead: str = "") -> str:
-            if bytes_per_s is None:
-                return f"{name:28}{instead}"
+        def line(name: str, bytes_per_s: float, samples: str = "") -> str:
             share = bytes_per_s / self.memcpy_bytes_per_s
             return f"{name:28}{samples:>12}{format_size(bytes_per_s) + '/s':>14}{share:>12.0%}"
 
         def loader(name: str, rate: Throughput | None, instead: str = "") -> str:
             if rate is None:
-                return line(name, None, instead=instead)
+                return f"{name:28}{instead}"
             return line(name, bytes_each * rate.samples_per_s, f"{rate.samples_per_s:,.0f}")
 
         lines = [
@@ -94,9 +92,7 @@ class BenchReport:
         ]
         if self.transformed is not None:
             lines.append(loader("with the batch transform", self.transformed))
-        lines.append(loader("onto the device", self.moved, f"{_NO_DEVICE:>26}"))
-        disk = f"disk, random {format_size(self.block_bytes)}"
-        return "\n".join([*lines, line(disk, self.disk_bytes_per_s, instead=_NO_DISK)])
+        return "\n".join([*lines, loader("onto the device", self.moved, f"{'no accelerator':>26}")])
 
 
 def bench(
@@ -108,7 +104,7 @@ def bench(
     """Iterate shuffled epochs of the cache for about `seconds` each: alone, with `batch_transform`, onto the
     accelerator.
 
-    Memory copies and reads of the disk are measured for comparison.
+    Memory copies are measured for comparison.
 
     Raises NotEnoughSamplesError when the cache does not hold one batch, and whatever `batch_transform`
     raises.
@@ -124,18 +120,7 @@ def bench(
         transformed = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform)
     if device := accelerator():
         moved = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform, device=device)
-    block = -(-alone.num_bytes // alone.num_samples // 4096) * 4096
-    block = min(max(block, _DISK_BLOCKS[0]), _DISK_BLOCKS[1])
-    return BenchReport(
-        cache.path,
-        batch_size,
-        alone,
-        transformed,
-        moved,
-        memcpy_bytes_per_s(),
-        disk_bytes_per_s(cache, block, min(seconds, _DISK_S)),
-        block,
-    )
+    return BenchReport(cache.path, batch_size, alone, transformed, moved, memcpy_bytes_per_s())
 
 
 def measure_loader(cache: Cache, batch_size: int, seconds: float, **options: Any) -> Throughput:
@@ -178,38 +163,3 @@ def memcpy_bytes_per_s() -> float:
         np.copyto(target, source)
         best_s = min(best_s, time.perf_counter() - begun_s)
     return _COPY_BYTES / best_s
-
-
-def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float) -> float | None:
-    """Bytes a second of random reads of the shards from the disk itself, `block_bytes` (a multiple of 4096),
-    16 at once.
-
-    The page cache is left as it is. None where the filesystem cannot bypass it (tmpfs).
-    """
-    snapshot, lease = cache.take_snapshot()
-    try:
-        paths = [shard_path(snapshot.root, number) for number in snapshot.shard_ids.tolist()]
-        begun_s = time.perf_counter()
-        read = functools.partial(_read_blocks, paths, block_bytes, begun_s + seconds)
-        with ThreadPoolExecutor(_DISK_DEPTH) as threads:
-            total = sum(threads.map(read, range(_DISK_DEPTH)))
-        return total / (time.perf_counter() - begun_s) if total else None
-    except OSError:
-        return None
-    finally:
-        lease.release()
-
-
-def _read_blocks(paths: list[str], block_bytes: int, until_s: float, seed: int) -> int:
-    """Bytes read at random places of `paths` until `until_s`. Raises OSError where the filesystem cannot."""
-    rng, count = random.Random(seed), 0
-    with mmap.mmap(-1, block_bytes) as memory:  # begins at a page, as the kernel wants it
-        while time.perf_counter() < until_s:
-            fd = os.open(rng.choice(paths), os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-            try:
-                blocks = max(1, os.fstat(fd).st_size // block_bytes)
-                for _ in range(8):
-                    count += os.preadv(fd, [memory], rng.randrange(blocks) * block_bytes)
-            finally:
-                os.close(fd)
-    return count

@@ -17,21 +17,23 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import format_size
+from cachestream.config import format_duration, format_size
 from cachestream.errors import ConfigError
 from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.eviction import Room, bytes_to_retire, choose_retiring, choose_victims
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.snapshots import select_shards
-from cachestream.tools.diagnose.stages import Stages
+from cachestream.tools.diagnose import Stages
 from cachestream.worker.sampling.shard_writer import max_age_s, target_bytes
 
 _MOST_EPOCHS: Final = 20_000
-_LATER_EPOCHS: Final = 20  # simulated after all has been seen
+_LATER_EPOCHS: Final = (
+    20  # simulated after all has been seen, or after an endless source has filled the cache
+)
 _TURNOVERS: Final = (0.1, 0.25, 0.5, 0.75)
 _WIDTH: Final = 80
 _START_S: Final = 1.0  # of a worker
-_LEAST_UNITS: Final = 3  # by which the samples of all are estimated
+_ENDLESS: Final = 1 << 50  # samples: more than any run trains on
 _BETTER: Final = 0.9  # advice must bring at least a tenth
 # The keys by which shards are sorted for eviction, the first key last, as in np.lexsort.
 _EVICTION: Final[dict[str, tuple[str, ...]]] = {
@@ -45,12 +47,12 @@ _EVICTION: Final[dict[str, tuple[str, ...]]] = {
 class Setup:
     """The run that is planned. Sizes in bytes, times in seconds.
 
-    `num_samples` are on the remote; `fetched_bytes` of each are fetched, and `cached_bytes` kept. The
+    `num_samples` are on the remote (None: endless); `fetched_bytes` of each are fetched, and `cached_bytes` kept. The
     background brings `fill_per_s` samples a second, the first after `first_s`. The trainer takes a batch
     every `step_s`, for `duration_s` in all.
     """
 
-    num_samples: int
+    num_samples: int | None
     fetched_bytes: float
     cached_bytes: float
     fill_per_s: float
@@ -67,7 +69,7 @@ class Setup:
 
     def check(self) -> None:
         """Raise ConfigError for a run that cannot be simulated."""
-        numbers = asdict(self)
+        numbers = asdict(self) | {"num_samples": self.whole}
         for name in ("num_samples", "cached_bytes", "fill_per_s", "size_limit", "batch_size", "step_s"):
             if not 0 < numbers[name] < math.inf:
                 raise ConfigError(f"{name}={numbers[name]!r}: give a number above 0")
@@ -78,6 +80,11 @@ class Setup:
                 f"a batch takes {format_size(self.batch_size * self.cached_bytes)}, more than a cache of "
                 f"{format_size(self.size_limit)} holds: raise the limit, or take smaller batches"
             )
+
+    @property
+    def whole(self) -> int:
+        """The samples on the remote; of an endless one, more than any run trains on."""
+        return _ENDLESS if self.num_samples is None else self.num_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,9 @@ class PlannedEpoch:
 class Forecast:
     """The course of a run; times in seconds from its begin, None for what does not come.
 
-    `full_s`: the cache is full for the first time. `seen_s`: all of the remote has been trained on. `uses`:
-    how often a sample that was seen is trained on, on average. `waited_s`: the trainer waits for samples.
+    `full_s`: the cache is full for the first time. `seen`: the samples of the remote that have been trained on,
+    `seen_share` of all, which is reached at `seen_s`; None where it is endless. `uses`: how often a sample that
+    was seen is trained on, on average. `waited_s`: the trainer waits for samples.
     `fetched_bytes`: the egress.
     """
 
@@ -106,7 +114,8 @@ class Forecast:
     first_batch_s: float | None
     full_s: float | None
     seen_s: float | None
-    seen_share: float
+    seen: float
+    seen_share: float | None
     uses: float
     waited_s: float
     fetched_bytes: float
@@ -118,30 +127,25 @@ class Forecast:
         """Labelled lines of 80 columns."""
         setup, last = self.setup, self.epochs[-1] if self.epochs else None
         first, middle = (self.epochs[place].samples if last else 0 for place in (0, len(self.epochs) // 2))
-        remote_bytes = setup.num_samples * setup.fetched_bytes
+        remote, seen = "endless", f"{self.seen:,.0f} samples"
+        if setup.num_samples is not None:
+            remote = f"{setup.num_samples:,} samples, {format_size(setup.num_samples * setup.fetched_bytes)}"
+            seen = f"{format_duration(self.seen_s)}; {self.seen_share:.1%} of it"
         lines = {
-            "remote": f"{setup.num_samples:,} samples, {format_size(remote_bytes)}",
+            "remote": remote,
             "filling": f"{setup.fill_per_s:,.0f} samples/s, "
             f"{format_size(setup.fill_per_s * setup.fetched_bytes)}/s from the remote",
-            "first batch": _when(self.first_batch_s),
+            "first batch": format_duration(self.first_batch_s),
             "epochs": f"{first:,} samples at first, then {middle:,}, {last.samples if last else 0:,} at last",
-            "cache full": _when(self.full_s),
-            "all seen": f"{_when(self.seen_s)}; {self.seen_share:.1%} of it in {_when(setup.duration_s)}",
+            "cache full": format_duration(self.full_s),
+            "all seen"
+            if setup.num_samples is not None
+            else "seen": f"{seen} in {format_duration(setup.duration_s)}",
             "uses": f"{self.uses:,.1f} times each sample that was seen",
-            "waiting": f"{_when(self.waited_s)}, {self.waited_s / setup.duration_s:.2%} of the time",
+            "waiting": f"{format_duration(self.waited_s)}, {self.waited_s / setup.duration_s:.2%} of the time",
             "egress": format_size(self.fetched_bytes),
         }
         return "\n".join(f"{name:13}{line}" for name, line in lines.items())
-
-
-def _when(seconds: float | None) -> str:
-    """A time for a person: "never", "1.5 s", "12 min", "3.5 h", "2.1 days"."""
-    if seconds is None or not math.isfinite(seconds):
-        return "never"
-    for unit_s, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 class _Simulation:
@@ -156,7 +160,7 @@ class _Simulation:
         self._evictable: deque[ShardRow] = deque()  # used and not leased, the first to evict first
         self._leased: IntArray = np.empty(0, np.int64)
         self._used_bytes = self._last_id = self._clock = 0
-        self._left_in_pass = setup.num_samples
+        self._left_in_pass = setup.whole
         self._last_of_first_pass = math.inf
         # For each process the time at which it publishes its open shard; those that wait for space apart.
         self._open = [self._next_shard(process, 0, setup.first_s) for process in range(setup.num_workers)]
@@ -195,7 +199,7 @@ class _Simulation:
     def _begin_pass(self) -> bool:
         """Begin another pass over what was evicted; False if all of the remote is cached."""
         self._last_of_first_pass = min(self._last_of_first_pass, self._last_id)
-        self._left_in_pass = self._setup.num_samples - self.num_samples
+        self._left_in_pass = self._setup.whole - self.num_samples
         return self._left_in_pass > 0
 
     def _publish(self, samples: int, now_s: float) -> bool:
@@ -250,7 +254,8 @@ class _Simulation:
             return np.empty(0, np.int64)
         ids, sizes, counts, uses, _ = self._table[order[np.argsort(is_leased[order], kind="stable")]].T
         has_lost = self._last_id > len(self._table)
-        remaining_bytes = math.inf if has_lost else self._left_in_pass * setup.cached_bytes
+        is_endless = setup.num_samples is None
+        remaining_bytes = math.inf if has_lost or is_endless else self._left_in_pass * setup.cached_bytes
         room = Room(self._usable_bytes, self._used_bytes)
         need_bytes = bytes_to_retire(room, setup.turnover, remaining_bytes, int(sizes.max()))
         return choose_retiring(ids, sizes, uses, counts, need_bytes, setup.min_samples)
@@ -268,8 +273,8 @@ class _Publication(NamedTuple):
 def simulate(setup: Setup) -> Forecast:
     """Simulate the run. Raises ConfigError for one that cannot be.
 
-    The course repeats: the rest is extrapolated from the last 20 epochs after 20,000 epochs, or once all of
-    the remote has been seen for 20.
+    The course repeats: the rest is extrapolated from the last 20 epochs after 20,000 epochs, or 20 epochs after
+    all of the remote has been seen, or after an endless one has filled the cache.
     """
     setup.check()
     cache, epochs, fetched = _Simulation(setup), list[PlannedEpoch](), list[int]()
@@ -293,9 +298,9 @@ def simulate(setup: Setup) -> Forecast:
         batches = min(batches, math.ceil((setup.duration_s - now_s) / setup.step_s))
         trained += batches * setup.batch_size
         now_s += batches * setup.step_s
-        if seen_s is None and cache.seen >= setup.num_samples:
+        if seen_s is None and cache.seen >= setup.whole:
             seen_s = now_s
-        later += seen_s is not None
+        later += seen_s is not None or (setup.num_samples is None and cache.full_s is not None)
     cache.fill(min(now_s, setup.duration_s))
     rest_s, total, seen = max(0.0, setup.duration_s - now_s), float(cache.fetched), float(cache.seen)
     if rest_s and epochs:
@@ -305,16 +310,17 @@ def simulate(setup: Setup) -> Forecast:
         )
         trained += rest_s / setup.step_s * setup.batch_size
         seen += rest_s * (seen - first.seen) / max(epochs[-1].at_s - first.at_s, setup.step_s)
-        if seen_s is None and seen >= setup.num_samples:
-            seen_s = now_s + rest_s * (setup.num_samples - cache.seen) / (seen - cache.seen)
-        seen = min(seen, setup.num_samples)
+        if seen_s is None and seen >= setup.whole:
+            seen_s = now_s + rest_s * (setup.whole - cache.seen) / (seen - cache.seen)
+        seen = min(seen, setup.whole)
     return Forecast(
         setup,
         tuple(epochs),
         first_batch_s=epochs[0].at_s if epochs else None,
         full_s=cache.full_s,
         seen_s=seen_s,
-        seen_share=seen / setup.num_samples,
+        seen=seen,
+        seen_share=None if setup.num_samples is None else seen / setup.num_samples,
         uses=trained / seen if seen else 0.0,
         waited_s=waited_s,
         fetched_bytes=total * setup.fetched_bytes,
@@ -322,43 +328,24 @@ def simulate(setup: Setup) -> Forecast:
 
 
 def setup_of(
-    stages: Stages,
-    *,
-    num_samples: int | None,
-    bandwidth_bytes_per_s: float | None,
-    size_limit: int,
-    batch_size: int,
-    step_s: float,
-    duration_s: float,
-    turnover: float,
-    min_samples: int,
+    stages: Stages, num_samples: int | None, bandwidth_bytes_per_s: float | None, **run: Any
 ) -> Setup:
-    """The run over a source of which `stages` was measured; `num_samples` of None: as units hold on average.
+    """The setup of a `run` (its other fields) over a source of which `stages` was measured.
 
-    Raises ConfigError where the number of samples cannot be told.
+    `num_samples` of None: as units hold on average. Raises ConfigError where that is not known.
     """
-    alone, written = stages.alone, stages.written
-    if num_samples is None:
-        if stages.num_units is None or stages.is_listing or alone.units < _LEAST_UNITS:
-            raise ConfigError("the number of samples cannot be told by a look at the source: give --samples")
-        num_samples = max(1, round(stages.num_units * alone.num_samples / alone.units))
-    fetched_bytes = alone.fetched_bytes / alone.num_samples
-    link = (
-        math.inf if not bandwidth_bytes_per_s or not fetched_bytes else bandwidth_bytes_per_s / fetched_bytes
-    )
+    num_samples = num_samples or stages.num_samples
+    if num_samples is None and stages.num_units is not None:
+        raise ConfigError("how many samples SOURCE has is not known from its first ones: give --samples")
+    link = bandwidth_bytes_per_s / stages.fetched_bytes if bandwidth_bytes_per_s else math.inf
     return Setup(
         num_samples=num_samples,
-        fetched_bytes=fetched_bytes,
-        cached_bytes=written.num_bytes / written.num_samples,
+        fetched_bytes=stages.fetched_bytes,
+        cached_bytes=stages.cached_bytes,
         fill_per_s=min(stages.fill_per_s, link),
-        size_limit=size_limit,
-        batch_size=batch_size,
-        step_s=step_s,
-        duration_s=duration_s,
         first_s=stages.list_s + _START_S,
-        turnover=turnover,
-        min_samples=min_samples,
         num_workers=stages.workers,
+        **run,
     )
 
 
@@ -389,18 +376,20 @@ class Plan:
 def _advice(forecast: Forecast, stages: Stages | None) -> list[str]:
     """Changes of `size_limit`, `turnover` and `num_workers` that would be better, a sentence each."""
     setup, found = forecast.setup, []
-    whole_bytes = setup.num_samples * setup.cached_bytes + HEADROOM_BYTES
-    if whole_bytes > setup.size_limit:
+    whole_bytes = setup.whole * setup.cached_bytes + HEADROOM_BYTES
+    if setup.num_samples is not None and whole_bytes > setup.size_limit:
         found.append(
             f"size_limit={format_size(1.02 * whole_bytes)} would hold all, and fetch each sample once"
         )
     others = [(simulate(replace(setup, turnover=one)), one) for one in _TURNOVERS if one != setup.turnover]
-    best, turnover = min(others, key=lambda other: (-other[0].seen_share, other[0].seen_s or 0.0))
+    best, turnover = min(others, key=lambda other: (-other[0].seen, other[0].seen_s or 0.0))
     sooner = (best.seen_s or math.inf) < _BETTER * (forecast.seen_s or math.inf)
-    if best.seen_share * _BETTER > forecast.seen_share or sooner:
+    if best.seen * _BETTER > forecast.seen or sooner:
+        what = f"{best.seen:,.0f} samples"
+        if best.seen_share is not None:
+            what = f"{best.seen_share:.0%} of the remote (all: {format_duration(best.seen_s)})"
         found.append(
-            f"turnover={turnover} would show {best.seen_share:.0%} of the remote "
-            f"(all: {_when(best.seen_s)}), for {format_size(best.fetched_bytes)} of egress"
+            f"turnover={turnover} would show {what}, for {format_size(best.fetched_bytes)} of egress"
         )
     if stages is not None and stages.processor_per_s <= setup.fill_per_s:
         free = stages.cores - stages.workers

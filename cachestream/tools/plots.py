@@ -70,13 +70,16 @@ def plot_forecast(forecast: Forecast, path: str | os.PathLike[str], title: str) 
     axes = figure.subplots()
     figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
     seconds, unit, _ = _time_axis(np.array([epoch.at_s for epoch in forecast.epochs]))
-    factor, thousands = _scale(float(forecast.setup.num_samples), ("", "thousand", "million", "billion"))
+    whole = forecast.setup.num_samples
+    most = whole or max(max(epoch.samples, epoch.seen) for epoch in forecast.epochs)
+    factor, thousands = _scale(float(most), ("", "thousand", "million", "billion"))
     for label, color, values in (
         ("in the epoch that begins", _BLUE, [epoch.samples for epoch in forecast.epochs]),
         ("of the remote, trained on by its end", _GREEN, [epoch.seen for epoch in forecast.epochs]),
     ):
         axes.step(seconds, np.array(values) / factor, where="post", color=color, label=label)
-    axes.axhline(forecast.setup.num_samples / factor, color=_GREY, linestyle="--", label="on the remote")
+    if whole is not None:
+        axes.axhline(whole / factor, color=_GREY, linestyle="--", label="on the remote")
     axes.set(xlabel=f"time ({unit})", ylabel=f"samples ({thousands})" if thousands else "samples")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

@@ -8,12 +8,13 @@ transform are deterministic. A shard that comes back different is rejected.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import math
 import os
-import threading
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,17 +41,14 @@ from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
 from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
 from cachestream.training.manifests import load_manifest
-from cachestream.transport import metering
 from cachestream.worker.cached_units import Coverage
 from cachestream.worker.listings import list_all
 from cachestream.worker.order import END, PassPlan, UnitOrder, is_known, load_order
 from cachestream.worker.sampling.encode import Table
-from cachestream.worker.sampling.engine import BUFFER_BYTES
-from cachestream.worker.sampling.fetcher import Delivery, Fetcher
 from cachestream.worker.sampling.packer import MIXED, Packer, counted, majority
 from cachestream.worker.sampling.transformer import Transformer, to_records
-from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
-from cachestream.worker.units import Unit, UnitRead
+from cachestream.worker.sampling.unit_reader import unit_generator
+from cachestream.worker.units import Unit
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -58,7 +56,7 @@ if TYPE_CHECKING:
 
 _LOCK_TIMEOUT_S: Final = 1.0
 _GIVE_UP_S: Final = 60.0  # without an answer of the remote
-_CHECK_S: Final = 0.5  # between two looks for that
+_PAUSE_S: Final = 2.0  # the longest between two attempts
 
 Transform = Callable[..., Any]
 
@@ -127,7 +125,6 @@ def refetch(
         missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
         maker = _Maker(cache, source, transform, weights, concurrency)
-        stack.callback(metering.install, None)  # of the maker's meter
         for done, content in enumerate(missing):
             if on_progress is not None:
                 on_progress(done, len(missing))
@@ -259,9 +256,7 @@ class _Maker:
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._divided: dict[PassPlan, Source] = {}
         self._concurrency = concurrency
-        slot = private_slot()
-        self._transformer = Transformer(transform, slot)
-        self._meter = FetchMeter(slot)
+        self._transformer = Transformer(transform, private_slot())
 
     def plan_of(self, content: Content) -> PassPlan:
         """The pass of a shard.
@@ -346,44 +341,36 @@ class _Maker:
                 yield from to_records(transformed, key)
 
     def _samples(self, plan: PassPlan, content: Content) -> Iterator[tuple[Unit, int, str, Any]]:
-        """The samples of a shard as the source gives them, each with its unit and its offset there.
-
-        Raises SourceUnavailableError if the remote does not answer for a minute. After an error, reads that
-        are under way end in the background.
-        """
-        reader = UnitReader(self._source_of(plan), self._meter, threading.Event(), hang_timeout_s=math.inf)
-        reader.plan = plan
-        # A part of a unit is a unit of which the rest is cached.
-        parts = [Unit(0, unit, first, ((stop, END),)) for unit, first, stop in self.parts_of(content)]
-        threads = min(self._concurrency, len(parts))
-        fetcher = Fetcher(reader.read, threads, BUFFER_BYTES, self._meter.beat, math.inf)
+        """The samples of a shard as the source gives them, each with its unit and its offset there."""
+        parts, read = list(self.parts_of(content)), functools.partial(_read_part, self._source_of(plan), plan)
+        threads = ThreadPoolExecutor(min(self._concurrency, len(parts)))
         try:
-            fetcher.submit(list(map(UnitRead, parts)))
-            while len(fetcher):
-                delivery, awaited = fetcher.next(_CHECK_S), fetcher.awaited
-                stall = None if awaited is None else awaited.stall
-                if delivery is not None:
-                    yield from _samples_of(delivery)
-                elif stall is not None and time.monotonic() - stall.since_s > _GIVE_UP_S:
-                    raise SourceUnavailableError(stall.reason)
+            for samples in threads.map(read, parts):
+                yield from samples
         finally:
-            fetcher.stop()
+            threads.shutdown(wait=False, cancel_futures=True)  # after an error, what is under way ends alone
 
 
-def _samples_of(delivery: Delivery) -> Iterator[tuple[Unit, int, str, Any]]:
-    """Yield the samples of `delivery`; then raise the error of its unit, if it has one.
+def _read_part(
+    source: Source, plan: PassPlan, part: tuple[int, int, int]
+) -> list[tuple[Unit, int, str, Any]]:
+    """The samples from one offset of a unit up to another, read again while the remote fails, for a minute.
 
-    Raises _NotReproducibleError for a part that is missing or damaged: it was not when it was sampled.
+    Raises _NotReproducibleError for a part that is damaged: it was not when it was sampled.
     """
-    for chunk in delivery.chunks:
-        assert not isinstance(chunk.samples, Table)
-        for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
-            yield delivery.unit_read.unit, offset, key, sample
-    error = delivery.unit_read.error
-    if isinstance(error, SampleError):
-        raise _NotReproducibleError(f"the remote has changed: {error}") from error
-    if error is not None:
-        raise error
+    number, first, stop = part
+    until_s = time.monotonic() + _GIVE_UP_S
+    while True:
+        try:
+            samples = enumerate(source.read(number, unit_generator(plan, number)))
+            wanted = itertools.islice(samples, first, None if stop == END else stop)
+            return [(Unit(0, number), offset, key, sample) for offset, (key, sample) in wanted]
+        except SampleError as error:
+            raise _NotReproducibleError(f"the remote has changed: {error}") from error
+        except SourceUnavailableError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(random.uniform(0.0, _PAUSE_S))
 
 
 def _belongs_to(content: Content, key: str) -> bool:

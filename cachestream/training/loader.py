@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from cachestream.config import check_count, parse_path, parse_size, whole_number
+from cachestream.config import check_count, parse_path, parse_size, suggests_names, whole_number
 from cachestream.errors import ConfigError
 from cachestream.repr_html import table
 from cachestream.storage.settings import choose_split
@@ -19,10 +19,10 @@ from cachestream.training.background import Background
 from cachestream.training.batches.transfer import make_transfer
 from cachestream.training.epoch import Batches, Epochs
 from cachestream.training.loader_options import (
+    HINTS,
     LoaderOptions,
     check_objects,
     make_weights,
-    refuse_unknown,
     warn_without_weights,
 )
 from cachestream.training.manifests import Recorder
@@ -117,6 +117,7 @@ class EpochLoader:
     the process that made it.
     """
 
+    @suggests_names(name="EpochLoader", hints=HINTS)
     def __init__(
         self,
         cache: Cache,
@@ -149,9 +150,7 @@ class EpochLoader:
         group_by: str | None = None,
         mesh: DeviceMesh | None = None,
         replicate: int | str | Sequence[str] | None = None,
-        **unknown: object,
     ) -> None:
-        refuse_unknown(unknown, EpochLoader.__init__)
         check_objects(cache, batch_transform)
         prefetch = check_count("prefetch", prefetch)
         options = LoaderOptions(

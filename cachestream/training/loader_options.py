@@ -1,11 +1,11 @@
-"""The options of an `EpochLoader`, checked, and the errors for unknown ones."""
+"""The options of an `EpochLoader`, checked, and where those belong that it does not take."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,9 +14,7 @@ from cachestream.config import (
     check_count,
     check_seconds,
     check_share,
-    keywords_of,
     parse_path,
-    reject_unknown,
 )
 from cachestream.errors import ConfigError
 from cachestream.storage.view import ALL, View
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from cachestream.training.samplers import SamplerLike
 
 logger = logging.getLogger("cachestream")
-_HINTS: Final = {
+HINTS: Final = {
     "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
     **dict.fromkeys(
         ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
@@ -165,12 +163,3 @@ def check_objects(cache: object, batch_transform: object) -> None:
         raise ConfigError(
             f"batch_transform={batch_transform!r}: give a function of a batch, and perhaps a generator"
         )
-
-
-def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
-    """Raise ConfigError, naming the replacement, for arguments that `known`, the constructor, lacks."""
-    for name in unknown:
-        if name in _HINTS:
-            raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
-    if unknown:
-        reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *keywords_of(known)))

@@ -199,9 +199,8 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         return
     if known.count > len(names) or Names(names[: known.count]).digest != known.digest:
         raise ConfigError(
-            f"the labels of what is cached at {cache.path} are places among {known.count:,} names, and are others among "
-            f"the {len(names):,} that there are now; empty it with 'cachestream clear CACHE', or give label= a "
-            "function of the path"
+            f"{cache.path} was filled when its source had {known.count:,} label names. Now it has {len(names):,}, and the "
+            "numbers in the cache mean other names: run 'cachestream clear CACHE', or give label= a function of the path"
         )
 
 

@@ -71,6 +71,7 @@ class UnitRead:
     error: BaseException | None = None
     chunks: deque[SampleChunk] = field(default_factory=deque)
     waiting_bytes: int = 0
+    fetched_bytes: int = 0
     next_offset: int = 0
     heard_s: float | None = None
     requested_s: float = 0.0

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.config import check_seconds, keywords_of, reject_unknown
+from cachestream.config import check_seconds, suggests_names
 from cachestream.errors import ConfigError, SourceUnavailableError, WorkerError, WorkerTimeoutError
 from cachestream.linux import open_private
 from cachestream.sources.base import Source
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _POLL_S: Final = 0.05
+_OF_THE_SOURCE: Final = {
+    name: f"{name}= belongs to the source: start_worker(cache, cs.open_source(…, {name}=…)); cs.stream takes it itself"
+    for name in SOURCE_OPTIONS
+}
 _OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
 _STARTING_S: Final = 15.0  # after so long a warning says that there is no worker yet
 logger = logging.getLogger("cachestream")
@@ -194,6 +198,7 @@ def _polls(timeout_s: float) -> Iterator[None]:
         yield
 
 
+@suggests_names(hints=_OF_THE_SOURCE)
 def start_worker(
     cache: Cache | str | os.PathLike[str],
     source: Any,
@@ -216,7 +221,6 @@ def start_worker(
     share: str | None = None,
     share_required: bool = False,
     on_change: str = "replace",
-    **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
 
@@ -260,12 +264,10 @@ def start_worker(
             shard, and each sample is used until the new one takes its place; "keep": they stay until they are
             evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a group
             (`share=`) keep theirs.
-        unknown: refused; the error suggests the right name.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
     pickled.
     """
-    _refuse_unknown(unknown)
     check_seconds("linger_s", linger_s, 0.0, LINGER_AT_MOST_S)
     options = WorkerOptions(
         num_workers=num_workers,
@@ -318,16 +320,6 @@ def _warn_if_slow(after_s: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _refuse_unknown(options: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option that belongs to the source, or does not exist."""
-    for name in options:
-        if name in SOURCE_OPTIONS:
-            raise ConfigError(
-                f"{name}= belongs to the source: start_worker(cache, cs.open_source(…, {name}=…)); cs.stream takes it itself"
-            )
-    reject_unknown("start_worker", options, ("cache", "source", *keywords_of(start_worker)))
 
 
 def _job(options: WorkerOptions, cache: Cache, source: Source) -> Job:

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
-from cachestream.training.batches.transfer import accelerator
-from tests.cli.support import COUNT, cli, cli_here, done, fill_command, look, refused
-from tests.support.caches import fill
+from tests.cli.support import COUNT, cli, cli_here, done, fill_command, look
 from tests.support.s3 import S3Server
 from tests.worker.support import keys_of
 
@@ -33,30 +31,6 @@ def test_a_bucket_is_read_with_options_for_its_driver_and_secrets_from_the_envir
     assert filled.returncode == 0, filled.stderr
     assert len(filled.stderr.splitlines()) == 1  # what drivers log of themselves is not shown
     assert look(cache).num_samples == COUNT
-
-
-@pytest.mark.e2e
-def test_the_loader_is_measured_with_the_users_work_on_batches_and_shown_in_eighty_columns(
-    cache: Path, tmp_path: Path
-) -> None:
-    fill(cache, 4, 64).close()
-    (tmp_path / "mine.py").write_text("def only(batch):\n    return batch['number'].double()\n")
-    options = ("--seconds", 0.2, "--batch-size", 32, "--batch-transform")
-    told = json.loads(done(cli("bench", cache, *options, "mine:only", "--json", cwd=tmp_path)))
-    rate = told["batch_transform"]
-    assert rate["bytes_per_s"] == pytest.approx(8 * rate["samples_per_s"])
-    shown = done(cli("bench", cache, *options, "mine:only", cwd=tmp_path))
-    lines = shown.splitlines()
-    assert [line.split("  ")[0] for line in lines[3:7]] == [
-        "memcpy, one thread",
-        "loader alone",
-        "with the batch transform",
-        "onto the device",
-    ]
-    assert accelerator() or "no accelerator" in lines[6]
-    assert lines[7].startswith("disk, random 4.1 kB")
-    assert max(map(len, lines[1:])) <= 80
-    assert "give module:name" in refused(cli("bench", cache, *options, "mine:missing", cwd=tmp_path), 2)
 
 
 @pytest.fixture

@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cachestream.cli.display import (
-    Rates,
-    RateWindow,
-    bottleneck,
-    describe_duration,
-    one_line,
-    remaining_s,
-    status_view,
-)
+from cachestream.cli.display import status_view
+from cachestream.cli.facts import Activity, RateWindow, one_line, rates_between, remaining_s
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import FailureRow
-from cachestream.storage.telemetry import Totals
+from cachestream.storage.telemetry import LoaderReport, Totals
 
 NOTHING = Totals(**{field.name: 0 for field in dataclasses.fields(Totals)})
+
+LOADER = LoaderReport(
+    *(3, 64, 4, 500, 50, 0, 1.0, 0.5, 0.5, 0.0, 8.0, 1.0, 0.1),
+    pid=9,
+    rank=0,
+    ranks=1,
+    reported_s=0.0,
+    epochs=(),
+)
 
 
 def totals(**values: Any) -> Totals:
@@ -67,45 +69,39 @@ def status(**values: Any) -> CacheStatus:
     )
 
 
-def drawn(shown: CacheStatus, rates: Rates | None = None, width: int = 100) -> str:
+def drawn(shown: CacheStatus, rates: Activity | None = None, width: int = 100) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115  closed below
     console.print(status_view(shown, rates))
     console.file.close()
     return console.export_text()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (59.9, "59 s"),
-        (60, "1 min"),
-        (3599, "59 min"),
-        (3600, "1 h"),
-        (3 * 3600 + 300, "3 h 5 min"),
-        (86_400, "1 d"),
-        (2 * 86_400 + 4 * 3600 + 59, "2 d 4 h"),
-    ],
-)
-def test_a_duration_takes_at_most_two_units(seconds: float, text: str) -> None:
-    assert describe_duration(seconds) == text
-
-
 def test_rates_are_of_the_last_seconds_not_of_the_whole_run() -> None:
-    window = RateWindow()
-    assert window.add(0, worker(samples=1_000_000)) is None
-    for second in range(1, 31):
-        window.add(second, worker(samples=1_000_000 + 50 * second, fetched_bytes=10**6 * second))
-    assert window.add(31, worker(samples=1_001_550, fetched_bytes=31 * 10**6)) == Rates(50, 1e6)
+    window, rates = RateWindow(), None
+    assert window.add(0, status(worker=worker(samples=1_000_000))) is None
+    for second in range(1, 32):
+        counts = worker(samples=1_000_000 + 50 * second, fetched_bytes=10**6 * second)
+        rates = window.add(second, status(worker=counts))
+    assert rates == Activity(50, 0, 0, 1e6)
+    assert window.add(32, None) is None
+    assert window.add(33, status(worker=worker(samples=5))) is None
 
 
-def test_rates_begin_anew_with_another_worker() -> None:
-    window = RateWindow()
-    window.add(0, worker(samples=1000))
-    assert window.add(1, worker(pid=8, samples=3)) is None
-    assert window.add(2, worker(pid=8, samples=13)) == Rates(10, 0)
-    assert window.add(3, None) is None
-    assert window.add(4, worker(pid=8, samples=100)) is None
+def test_rates_are_of_what_lived_through_both_looks() -> None:
+    then = status(worker=worker(samples=100, fetched_bytes=5_000), loaders=(LOADER,))
+    later = worker(samples=160, fetched_bytes=25_000)
+    more = (dataclasses.replace(LOADER, samples=900), dataclasses.replace(LOADER, rank=1, samples=400))
+    now = status(worker=later, loaders=more, evicted_samples=20)
+    assert rates_between(0, then, 10, now) == Activity(6.0, 40.0, 2.0, 2_000.0)
+    other = status(worker=dataclasses.replace(later, pid=8), loaders=more[1:])
+    assert rates_between(0, now, 10, other) == Activity(0.0, 0.0, 0.0, 0.0)
+    splits = [
+        status(loaders=tuple(dataclasses.replace(LOADER, samples=count) for count in counts))
+        for counts in ((500, 30), (900, 40))
+    ]
+    assert rates_between(0, splits[0], 10, splits[1]) == Activity(0.0, 41.0, 0.0, 0.0), "of one process"
+    assert rates_between(0, splits[0], 10, then) == Activity(0.0, 0.0, 0.0, 0.0), "one has gone"
+    assert rates_between(3, now, 3, now) is None
 
 
 def test_the_time_that_is_left_follows_from_the_units_done() -> None:
@@ -121,10 +117,11 @@ def test_no_time_is_promised_where_nothing_is_known_of_it(values: dict[str, Any]
 
 
 def test_the_bottleneck_comes_first_and_shares_add_up() -> None:
-    stages = bottleneck(totals(fetch_wait_s=6.0, transform_s=3.0, publish_s=1.0))
-    assert [name for name, _ in stages][:3] == ["remote", "transform", "disk"]
+    stages = totals(fetch_wait_s=6.0, transform_s=3.0, publish_s=1.0, cpu_s=5.0).shares
+    assert stages[:3] == [("remote", 0.5), ("transform", 0.3), ("decoding", 0.1)]
     assert sum(share for _, share in stages) == pytest.approx(1)
-    assert bottleneck(NOTHING) == []
+    assert totals(fetch_wait_s=1.0, cpu_s=3.0).shares[0] == ("decoding", 1.0)
+    assert NOTHING.shares == []
 
 
 def test_the_view_tells_space_progress_worker_and_what_was_skipped() -> None:
@@ -140,7 +137,7 @@ def test_the_view_tells_space_progress_worker_and_what_was_skipped() -> None:
             evicted_unused_samples=5,
             snapshots=5,
         ),
-        Rates(1234.4, 40e6),
+        Activity(1234.4, 0, 0, 40e6),
     )
     for piece in (
         "/scratch/train  filling",
@@ -188,10 +185,10 @@ def test_a_narrow_view_sets_the_figures_below_the_bars() -> None:
 
 
 def test_the_line_for_logs_holds_the_essentials() -> None:
-    line = one_line(status(skipped=3), Rates(5, 2e6))
+    line = one_line(status(skipped=3, worker=worker()), Activity(5, 7, 0, 2e6))
     assert "\n" not in line
     assert "81234 samples in 812 shards, 143 GB of 200 GB, filling, pass 1 25%, 3 skipped" in line
-    assert line.endswith("5 samples/s, 2 MB/s fetched")
+    assert line.endswith("5 samples/s, 2 MB/s fetched, 7 samples/s trained on")
 
 
 def test_a_full_disk_shows_in_the_status_and_in_a_line_of_it() -> None:

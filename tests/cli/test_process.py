@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import shlex
 import shutil
 import signal
 import subprocess
@@ -18,19 +17,15 @@ from typing import Final
 import numpy as np
 import pytest
 
-from cachestream import Cache
 from cachestream.cli.app import _open
 from cachestream.cli.main import main
 from cachestream.storage.telemetry import ROW
 from tests.cli.support import (
-    COMMAND,
     COUNT,
     TIMEOUT_S,
     cli,
     cli_here,
     done,
-    fill_command,
-    look,
     refused,
     running,
 )
@@ -99,34 +94,6 @@ def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_say
     for arguments, code in ((("status", "cache"), 1), (("worker", images, "cache"), 2)):
         shown = refused(run_forked(in_a_folder_that_is_gone, arguments, timeout_s=TIMEOUT_S), code)
         assert "current folder" in shown
-
-
-def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = " ".join(shlex.quote(str(word)) for word in (*COMMAND, *arguments))
-    return subprocess.run(
-        ["/bin/sh", "-c", f"{command} {redirection}"],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-
-
-@pytest.mark.e2e
-def test_a_detached_worker_outlives_its_command_until_it_is_stopped_also_without_standard_error(
-    images: Path, cache: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    done(in_a_shell("2>&-", *fill_command(images, cache, "--detach")))
-    try:
-        with Cache(cache) as opened:
-            assert opened.wait(COUNT, timeout_s=TIMEOUT_S) == COUNT
-        assert json.loads(done(cli_here(capfd, "status", cache, "--json")))["worker"]["states"]
-    finally:
-        stopped = cli_here(capfd, "stop", cache)
-    assert done(stopped) == ""
-    assert f"stopped: {COUNT} samples" in stopped.stderr
-    assert look(cache).worker is None
-    assert "no worker is running" in cli_here(capfd, "stop", cache).stderr
 
 
 def as_somebody_else() -> None:

@@ -131,12 +131,12 @@ MISTAKES: Final[dict[str, tuple[Callable[[cs.Cache, Path], object], type[Excepti
     ),
     "a batch size of none": (lambda c, _: cs.EpochLoader(c, 0), cs.ConfigError, "batch_size=0.*1 or more"),
     "a peer's keyword": (
-        lambda c, _: cs.EpochLoader(c, 8, persistent_workers=True),
+        lambda c, _: cs.EpochLoader(c, 8, persistent_workers=True),  # type: ignore[call-arg]
         cs.ConfigError,
         r"persistent_workers.*start_worker\(num_workers=\)",
     ),
     "a misspelt keyword": (
-        lambda c, _: cs.EpochLoader(c, 8, shufle=True),
+        lambda c, _: cs.EpochLoader(c, 8, shufle=True),  # type: ignore[call-arg]
         cs.ConfigError,
         "'shufle'; do you mean 'shuffle'",
     ),

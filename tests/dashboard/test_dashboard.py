@@ -182,7 +182,7 @@ def test_the_page_and_the_metrics_say_what_the_status_says(
     assert metrics["cachestream_loader_epoch_samples"] == 600
     (head,) = heads(document)
     assert str(path) in head
-    assert "600 samples in" in head
+    assert "<dt>samples</dt><dd>600 in " in head
     assert "of 50 MB" in head
     assert "<td>0 of 1</td>" in head
     assert "<td>8</td>" in head
@@ -219,24 +219,6 @@ def test_the_rates_of_a_worker_and_a_trainer_and_the_bandwidth_limit_are_shown(t
             assert rates.cached > 0
             assert rates.fetched_bytes > 0
             watch.close()
-
-
-@pytest.mark.e2e
-def test_nobody_reads_without_the_token(tmp_path: Path) -> None:
-    fill(tmp_path / "cache", 1, 8).close()
-    with serving(tmp_path / "cache", token="a secret+&") as url:
-        base = url.partition("?")[0]
-        for address in (base, f"{base}?token=wrong", f"{base}metrics", f"{base}metrics?token=wrong"):
-            status, text = get(address)
-            assert (status, "needs its token" in text) == (403, True), address
-        assert get(url)[0] == 200
-        assert get(f"{base}metrics", Authorization="Bearer a secret+&")[0] == 200
-        with refusing():
-            assert not is_served(base, "wrong")
-        assert is_served(base, "a secret+&")
-    with serving(tmp_path / "cache", token="") as url:
-        assert "?" not in url
-        assert get(url)[0] == get(f"{url}metrics")[0] == 200
 
 
 @pytest.mark.e2e
@@ -289,14 +271,13 @@ def test_a_cache_whose_path_is_not_utf_8_is_shown_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_seen_to_be_gone", [True, False])
-def test_the_ages_are_those_of_the_cache_that_is_there(tmp_path: Path, is_seen_to_be_gone: bool) -> None:
+def test_the_uses_are_those_of_the_cache_that_is_there(tmp_path: Path, is_seen_to_be_gone: bool) -> None:
     now_s = [time.time()]
     watch = CacheWatch(str(tmp_path / "cache"), lambda: now_s[0])
-    fill(tmp_path / "cache", 1, 8).close()
-    for shard in (tmp_path / "cache" / "shards").iterdir():
-        os.utime(shard, (now_s[0] - 3_600,) * 2)
+    with fill(tmp_path / "cache", 1, 8) as cache:
+        cache.snapshot().close()
     assert (before := watch.look().freshness) is not None
-    assert before.ages_s[0] > 3_000
+    assert before[:2] == (0, 8)
     shutil.rmtree(tmp_path / "cache")
     now_s[0] += 2
     if is_seen_to_be_gone:
@@ -304,7 +285,7 @@ def test_the_ages_are_those_of_the_cache_that_is_there(tmp_path: Path, is_seen_t
     fill(tmp_path / "cache", 1, 8).close()
     now_s[0] += 2
     assert (after := watch.look().freshness) is not None
-    assert after.ages_s[0] < 60
+    assert after[:2] == (8, 0)
     watch.close()
 
 

@@ -7,18 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import pytest
-from PIL import Image
 
 from cachestream import Cache, EpochError
 from cachestream.demo.data import PLACES, make_remote
-from cachestream.demo.run import LimitWatch, Size, problems, run, train_ranks
+from cachestream.demo.run import Size, train_ranks
 from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -59,32 +57,6 @@ def training_demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.e2e
-def test_the_demo_trains_on_a_cache_that_grows_evicts_and_keeps_its_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, output = tmp_path / "work", tmp_path / "output"
-    work.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(work))
-    assert run(output, keep=True, size=SHORT) == 0
-    lines = capsys.readouterr().out.splitlines()
-    heading = next(number for number, line in enumerate(lines) if line.startswith("epoch"))
-    epochs = [line.split() for line in lines[heading + 1 : heading + 4]]
-    assert [epoch[0] for epoch in epochs] == ["1", "2", "3"]
-    assert epochs[-1][3] == "100%"  # of the remote was seen
-    assert float(epochs[-1][-1].rstrip("%")) > 3 * 100 / PLACES  # far above chance
-    assert "accuracy after 3 epochs" in lines[-4]
-    assert str(output / "demo.png") in lines[-2]
-    with Image.open(output / "demo.png") as plot:
-        assert min(plot.size) > 600
-    (kept,) = work.iterdir()
-    with Cache(kept / "cache") as cache:
-        status = cache.status()
-        assert status.evicted_samples > 0
-        assert status.size_bytes <= SHORT.limit_bytes == status.size_limit
-        assert not cache.has_worker()
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_the_demo_and_leaves_nothing(tmp_path: Path) -> None:
     with training_demo(tmp_path) as process:
@@ -113,21 +85,6 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     with pytest.raises(EpochError, match=reason):
         list(train_ranks(tmp_path, SHORT, 100_000, tmp_path / "log"))
     assert "Traceback" in (tmp_path / "log").read_text()
-
-
-def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "large").write_bytes(bytes(100_000))
-    with (
-        closing(LimitWatch(str(tmp_path), 100_000)) as tight,
-        closing(LimitWatch(str(tmp_path), 200_000)) as wide,
-    ):
-        wait_until(lambda: tight.looks > 0 and wide.looks > 0, "both have looked")
-    assert 200_000 > wide.peak_bytes >= 100_000
-    with Cache(tmp_path / "cache", "10MB") as cache:
-        (over,) = problems(cache.status(), cache.verify(), tight)
-        assert "more than its limit of 100,000" in over
-        assert not problems(cache.status(), cache.verify(), wide)
 
 
 @pytest.mark.e2e

@@ -30,7 +30,7 @@ SETUP = Setup(
 
 setups = st.builds(
     Setup,
-    num_samples=st.integers(1, 20_000),
+    num_samples=st.none() | st.integers(1, 20_000),
     fetched_bytes=st.floats(0, 1e6),
     cached_bytes=st.floats(100, 1e5),
     fill_per_s=st.floats(1, 1e4),
@@ -56,12 +56,14 @@ def test_what_is_seen_grows_and_the_limit_is_held(setup: Setup) -> None:
     assert seen == sorted(seen)
     assert all(0 < epoch.samples * setup.cached_bytes <= setup.size_limit for epoch in forecast.epochs)
     assert [epoch.at_s for epoch in forecast.epochs] == sorted(epoch.at_s for epoch in forecast.epochs)
-    assert 0 <= forecast.seen_share <= 1
-    assert (forecast.seen_s is None) == (forecast.seen_share < 1)
+    share = forecast.seen_share or 0.0
+    assert (forecast.seen_share is None) == (setup.num_samples is None)
+    assert 0 <= share <= 1
+    assert (forecast.seen_s is None) == (share < 1)
     assert 0 <= forecast.waited_s <= setup.duration_s
-    whole = setup.num_samples * math.ceil(setup.cached_bytes) * 1.01
+    whole = setup.whole * math.ceil(setup.cached_bytes) * 1.01
     if whole < setup.size_limit - HEADROOM_BYTES:
-        assert forecast.fetched_bytes <= setup.num_samples * setup.fetched_bytes * (1 + 1e-9)
+        assert forecast.fetched_bytes <= setup.whole * setup.fetched_bytes * (1 + 1e-9)
         assert forecast.full_s is None
 
 
@@ -76,6 +78,14 @@ def test_a_small_cache_turns_over_until_all_is_seen() -> None:
     assert forecast.epochs[-1].samples < 1000, "a share is left out of each epoch"
 
 
+def test_an_endless_source_is_seen_for_as_long_as_the_run_goes_on() -> None:
+    short, long = (simulate(replace(SETUP, num_samples=None, duration_s=seconds)) for seconds in (600, 6000))
+    assert (long.seen_s, long.seen_share) == (None, None)
+    assert long.seen == pytest.approx(10 * short.seen, rel=0.2)
+    assert "remote       endless" in str(long)
+    assert f"seen         {long.seen:,.0f} samples in 1 h 40 min" in str(long)
+
+
 def test_a_run_that_ends_before_the_first_batch_only_waits() -> None:
     forecast = simulate(replace(SETUP, first_s=1000.0))
     assert (forecast.first_batch_s, forecast.seen_share, forecast.waited_s) == (None, 0.0, 600.0)
@@ -86,7 +96,7 @@ def test_a_run_that_ends_before_the_first_batch_only_waits() -> None:
 @pytest.mark.e2e
 def test_without_turnover_a_full_cache_stays_as_it_is() -> None:
     forecast = simulate(replace(SETUP, turnover=0.0))
-    assert forecast.seen_share < 0.4
+    assert forecast.seen < 0.4 * 4000
     assert forecast.seen_s is None
     assert forecast.fetched_bytes < 2 * SETUP.size_limit
 

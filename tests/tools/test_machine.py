@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cachestream.tools.diagnose import machine
-from cachestream.tools.diagnose.machine import check_machine, credentials
+from cachestream.tools import machine
+from cachestream.tools.machine import check_machine, credentials
 
 
 def test_a_network_filesystem_and_one_in_memory_are_warned_of() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache, EpochLoader, NotEnoughSamplesError
-from cachestream.cli.display import one_line
+from cachestream.cli.facts import one_line
 from cachestream.errors import SourceUnavailableError
 from cachestream.storage import status
 from cachestream.storage.status import is_much

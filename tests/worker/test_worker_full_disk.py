@@ -14,7 +14,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache, CacheFullError, NotEnoughSamplesError
-from cachestream.cli.display import one_line
+from cachestream.cli.facts import one_line
 from cachestream.storage.telemetry import ROW, private_slot
 from cachestream.worker.sampling.unit_reader import FetchMeter
 from tests.worker.sources import Numbers

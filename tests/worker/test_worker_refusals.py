@@ -104,9 +104,7 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
     add("d")  # comes after the others, whose labels stay
     fill(cache, tmp_path / "images")
     add("a")
-    with pytest.raises(
-        ConfigError, match=r"places among 3 names, and are others among the 4 .*cachestream clear"
-    ):
+    with pytest.raises(ConfigError, match=r"had 3 label names. Now it has 4, .*cachestream clear"):
         cs.start_worker(cache, tmp_path / "images", num_workers=1)
     cache.clear()
     fill(cache, tmp_path / "images")

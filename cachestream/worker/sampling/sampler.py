@@ -96,6 +96,7 @@ class Sampler:
         delivery = self._fetcher.next(min(BEAT_S, self._writer.due_in_s()))
         ended_s = time.monotonic()
         self._slot["fetch_wait_s"] += ended_s - begun_s
+        self._slot["cpu_s"] = time.process_time()
         tracing.add("wait", begun_s, ended_s)
         if delivery is not None:
             self._deliver(delivery)

@@ -353,4 +353,5 @@ class SampleEncoder:
             progress.done += kind != "quarantined"
         # No shard holds a unit that failed: the next pass tries it again.
         progress.finish_unit(unit.position, [] if error is not None else gaps(unit.cached, unit_read.done))
+        self._slot["unit_bytes"] += unit_read.fetched_bytes
         self._slot["units"] += 1

@@ -280,6 +280,7 @@ class FetchMeter:
         with self._counting:
             self.slot["fetched_bytes"] += nbytes
             account.fetched_bytes += nbytes
+            account.unit_read.fetched_bytes += nbytes
             owed_bytes = nbytes - account.paid_bytes
             account.paid_bytes = max(0, -owed_bytes)
         if self._throttle is not None:

@@ -114,7 +114,7 @@ def test_a_machine_without_accelerator_says_so(device: str) -> None:
 
 def measured() -> None:
     from cachestream.tools.bench import bench
-    from cachestream.tools.diagnose.machine import check_machine
+    from cachestream.tools.machine import check_machine
 
     register()
     with cs.Cache(sys.argv[1]) as cache:

@@ -1,1 +1,0 @@
-"""`cachestream diagnose`: the stage that holds up filling from a source, or training on it."""
