@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cachestream.storage.reservations import Reservations
     from cachestream.storage.tables import Tables
 
-SpansOf = Callable[[int], IntArray]  # of the live shards of a pass, int64 `[n, 4]`; see `Tables.spans_of`
 _PIECE_BYTES: Final = 8 << 20
 _ENTERED: Final = ("part", "holdout", "held_out", "transform")  # of a shard's `fill`, what its row records
 
@@ -171,17 +170,15 @@ class Publisher:
         progress: Progress,
         *,
         decided: Schema | None = None,
-        only_if: Callable[[SpansOf], bool] | None = None,
         replaces: Collection[int] = (),
-    ) -> bool:
+    ) -> None:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
 
         They hold, with those that are live, all samples of the shards `replaces`: these join no new epoch, and
         are evicted first.
 
-        `only_if` is called in the transaction, with what the cache holds: nothing is published if it returns
-        False, and the reservations are cancelled, as after an error. `decided`: see `Tables.admit_schema`.
-        Raises SchemaMismatchError when the cache holds other samples.
+        `decided`: see `Tables.admit_schema`. The reservations are cancelled after an error. Raises
+        SchemaMismatchError when the cache holds other samples.
         """
         try:
             with translated_disk_errors(self._directory.shards, "publishing"):
@@ -190,19 +187,14 @@ class Publisher:
                         self._directory.temporary_shard(shard.id), shard_path(self._directory.root, shard.id)
                     )
             with self._transaction() as tables:
-                is_wanted = only_if is None or only_if(tables.spans_of)
-                if is_wanted:
-                    self._enter(tables, shards, pass_id, spans, decided)
-                    tables.retire(replaces, REPLACED)
-                    _record(tables, progress)
+                self._enter(tables, shards, pass_id, spans, decided)
+                tables.retire(replaces, REPLACED)
+                _record(tables, progress)
         except BaseException as error:
             self.cancel(shards)
             if isinstance(error, CacheError):
                 self.check_same()  # a rebuild removes files that are being written
             raise
-        if not is_wanted:
-            self.cancel(shards)
-        return is_wanted
 
     def _enter(
         self,

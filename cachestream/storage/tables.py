@@ -351,11 +351,6 @@ class Tables(ProgressTables):
             found.setdefault(pass_id, []).append(blob)
         return {pass_id: _unpack_spans(blobs) for pass_id, blobs in found.items()}
 
-    def spans_of(self, pass_id: int) -> IntArray:
-        """The spans of one pass that shards hold, as `span_array`."""
-        blobs = self.execute("SELECT spans FROM live WHERE pass_id = ?", (pass_id,))
-        return _unpack_spans(blob for (blob,) in blobs.fetchall())
-
     # --- the held-out split
 
     def held_out(self) -> tuple[int, int]:

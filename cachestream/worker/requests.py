@@ -20,7 +20,7 @@ from cachestream.errors import (
     WorkerError,
 )
 from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
-from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher, Reserved, SpansOf
+from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher, Reserved
 from cachestream.storage.reservations import Owner
 from cachestream.storage.settings import held_out_share
 from cachestream.storage.telemetry import NO_SPACE, Board, board_text
@@ -204,12 +204,7 @@ class Requests:
         self._publisher.cancel(reserved)
         self._space_at_s = 0.0
 
-    def publish(
-        self,
-        process: int,
-        publication: Publication,
-        only_if: Callable[[SpansOf], bool] | None = None,
-    ) -> bool:
+    def publish(self, process: int, publication: Publication) -> None:
         """Publish what a process has written, with its progress; see `Publisher.commit`."""
         planner = self._planner
         for shard in publication.shards:
@@ -217,23 +212,20 @@ class Requests:
         self._check_fields(publication)
         replaces = planner.replaced_by(publication)
         with planner.noted(process, publication.finished, publication.advanced):
-            is_published = self._publisher.commit(
+            self._publisher.commit(
                 publication.shards,
                 publication.pass_id,
                 publication.spans,
                 Progress(planner.row, publication.failures + tuple(planner.failures)),
                 decided=self.schema,
-                only_if=only_if,
                 replaces=replaces,
             )
         self._space_at_s = 0.0
-        if is_published:
-            planner.forget_outdated(replaces, sum(shard.num_samples for shard in publication.shards))
-            planner.failures.clear()
-            planner.is_dirty, self._recorded_s = False, time.monotonic()
-            if publication.shards and (not self.status.has_samples or self.status.holdout is not None):
-                self.look_at_cache()  # before the process begins another shard
-        return is_published
+        planner.forget_outdated(replaces, sum(shard.num_samples for shard in publication.shards))
+        planner.failures.clear()
+        planner.is_dirty, self._recorded_s = False, time.monotonic()
+        if publication.shards and (not self.status.has_samples or self.status.holdout is not None):
+            self.look_at_cache()  # before the process begins another shard
 
     def _check_fields(self, publication: Publication) -> None:
         """Raise GiveUpError if samples cannot replace those of another transform: a cache has one schema."""
