@@ -219,6 +219,7 @@ class RemoteFetcher:
         if not actor.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= MOST_DEATHS:
+                self._check_cluster(0.0)
                 raise WorkerError(f"the actors of engine='ray' die when they start: {reason}")
         self._ray.kill(actor.handle)
         self.actors[self.actors.index(actor)] = self._new_actor()
