@@ -31,6 +31,7 @@ from cachestream.storage.locks import file_identity, is_held, locked
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     CatalogueUnreadableError,
+    check_own,
     lock_timeout,
     translated_disk_errors,
 )
@@ -258,6 +259,8 @@ class VerifyReport:
 def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
     """Check everything; with `repair`, quarantine damaged shards and remove unknown files."""
     directory, catalogue = cache.directory, cache.catalogue
+    if repair:
+        check_own(directory.root)
     problem = catalogue.problem()
     if problem is not None:
         if not repair:
