@@ -125,7 +125,7 @@ class SharingProcess:
         for _ in range(shared.wants):
             start, stop = random.choice(shared.undecided)
             start = random.randrange(start, stop, size)
-            self._planner.queue.decide([(start, min(stop, start + size))], ())
+            self._planner.queue.decide([(start, min(stop, start + size))])
         self._planner.is_dirty = True
 
     def handle(self, process: int, channel: Channel, message: Message) -> bool:
@@ -153,8 +153,7 @@ class SharingProcess:
     # --- what the process asks for
 
     def _on_share(self, _process: int) -> None:
-        self._planner.queue.share()
-        self._planner.is_dirty = True
+        self._planner.share()
 
     def _on_shared_pass(self, _process: int) -> SharedPass | None:
         return self._shared_pass()
@@ -178,7 +177,7 @@ class SharingProcess:
 
     def _on_decide(self, _process: int, pass_id: int, make: list[Positions]) -> None:
         if pass_id == self._planner.row_without_progress.id:
-            self._planner.queue.decide(make, ())
+            self._planner.queue.decide(make)
             self._planner.is_dirty = True
 
     def _on_follow(self, _process: int, pass_id: int, ordinal: int) -> bool:

@@ -277,13 +277,11 @@ class PositionQueue:
             self.next_position = self.length
         self.undecided = _joined(one for one in undecided if one[0] < one[1])
 
-    def decide(self, make: Iterable[Positions], done: Iterable[Positions]) -> None:
-        """Hand out the undecided positions in `make` from now on, and leave out those in `done`."""
-        for ranges, is_made in ((make, True), (done, False)):
-            for start, stop in ranges:
-                for first, last in self._take_undecided(start, stop):
-                    if is_made:
-                        self._wait(first, 0, last)
+    def decide(self, make: Iterable[Positions]) -> None:
+        """Hand out the undecided positions in `make` from now on."""
+        for start, stop in make:
+            for first, last in self._take_undecided(start, stop):
+                self._wait(first, 0, last)
 
     def _take_undecided(self, start: int, stop: int) -> list[Positions]:
         taken, left = [], []

@@ -116,10 +116,9 @@ class Planner:
         if row is not None:
             self._queue = PositionQueue.of(row, is_shared=self._is_shared)
             self._suspects = {suspect.position: suspect for suspect in row.suspects}
-        if self._is_shared:
-            self._queue.share()
-            self.is_dirty = True
         self._next = self._again = NOTHING_PLANNED
+        if self._is_shared:
+            self.share()
         self.outdated = None
         if self.plan is not None and self._job.replaces:
             outdated = self.orders.outdated(self.plan)
@@ -276,6 +275,12 @@ class Planner:
         """Give the pass a plan that has other units from a position on that was not handed out yet."""
         self._cache.filling.replace_plan(self.row, plan.to_json(), plan.length, is_listing=False)
         self._follow(plan)
+
+    def share(self) -> None:
+        """Have a group of caches decide on all units that no process has; what is cached is looked at again."""
+        self._queue.share()
+        self._next = self._again = NOTHING_PLANNED
+        self.is_dirty = True
 
     # --- replacing
 

@@ -100,17 +100,13 @@ class Positions(RuleBasedStateMachine):
         self.new, self.is_shared = set(), True
 
     @precondition(lambda self: self.is_shared)
-    @rule(make=RANGES, done=RANGES)
-    def decide(self, make: list[tuple[int, int]], done: list[tuple[int, int]]) -> None:
-        self.queue.decide(make, done)
-        for ranges, is_made in ((make, True), (done, False)):
-            for start, stop in ranges:
-                chosen = self.undecided & set(range(start, stop))
-                self.undecided -= chosen
-                if is_made:
-                    self.waiting |= dict.fromkeys(chosen, 0)
-                else:
-                    self.done |= chosen
+    @rule(make=RANGES)
+    def decide(self, make: list[tuple[int, int]]) -> None:
+        self.queue.decide(make)
+        for start, stop in make:
+            chosen = self.undecided & set(range(start, stop))
+            self.undecided -= chosen
+            self.waiting |= dict.fromkeys(chosen, 0)
 
     @rule(is_shared=st.booleans())
     def start_again(self, is_shared: bool) -> None:
