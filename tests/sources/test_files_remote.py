@@ -16,7 +16,7 @@ import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.formats.files import FileSource
-from cachestream.transport import download, driver, metering, remote_object
+from cachestream.transport import backends, download, driver, metering, remote_object
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -119,7 +119,7 @@ def test_a_large_object_is_reported_piece_by_piece(
     _, sample = read_one(source)
     assert sample["data"] == large.tobytes()
     assert sum(fetched) == LARGE_BYTES
-    assert max(fetched) <= download.PART_BYTES
+    assert max(fetched) <= backends.PART_BYTES
 
 
 def read_in_child(source: FileSource, results: Any) -> None:
