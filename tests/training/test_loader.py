@@ -80,16 +80,16 @@ def test_a_trainer_that_waits_is_not_kept_until_all_new_shards_are_open(
     with EpochLoader(new_cache(96, 4), 4, epoch_size=128, prefetch=1) as loader:
         window = loader._background.window
 
-        def open_when_waited_for(maps: EpochMaps, shards: IntArray, *, ahead: bool = False) -> Any:
+        def open_when_waited_for(maps: EpochMaps, shards: IntArray) -> Any:
             known = [reader.segment.maps for reader in window._readers]
-            if ahead and window.wanted.position.epoch == 1 and maps not in known:
+            if window.wanted.position.epoch == 1 and maps not in known:
                 opened.append(len(shards))
                 begun.set()
                 give_up = time.monotonic() + 60
                 while not window.is_urgent():
                     assert time.monotonic() < give_up
                     time.sleep(0.001)
-            return open_shards(maps, shards, ahead=ahead)
+            return open_shards(maps, shards)
 
         monkeypatch.setattr(EpochMaps, "open", open_when_waited_for)
         for number, _ in enumerate(loader, 1):

@@ -159,9 +159,9 @@ def test_few_batches_are_in_memory_at_a_time(cache_of: CacheOf, monkeypatch: pyt
     made: list[int] = []
     init = memory._Buffer.__init__
 
-    def count(buffer: Any, num_bytes: int, pinned: bool) -> None:
+    def count(buffer: Any, num_bytes: int, pins: Any) -> None:
         made.append(num_bytes)
-        init(buffer, num_bytes, pinned)
+        init(buffer, num_bytes, pins)
 
     monkeypatch.setattr(memory._Buffer, "__init__", count)
     cache = cache_of([np.full(1 << 20, i % 251, np.uint8) for i in range(64)], [32, 32])
