@@ -30,7 +30,8 @@ def require(module: str, extra: str, what: str) -> Any:
     except ImportError as error:
         missing = error.name or module
         raise ConfigError(
-            f"{what} needs {module.partition('.')[0]} ({missing} is missing): pip install 'cachestream[{extra}]'"
+            f"{what} needs {module.partition('.')[0]} ({missing} is missing): pip install "
+            f"'cachestream[{extra}]'"
         ) from error
     return found
 
@@ -104,7 +105,8 @@ PEER_ANSWERS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         ("replication", "sampling_granularity", "sampling_method"),
-        "EpochLoader and stream take any torch sampler as sampler=, and start_worker an order= for the filling",
+        "EpochLoader and stream take any torch sampler as sampler=, and start_worker an order= for the "
+        "filling",
     ),
     **dict.fromkeys(
         ("shuffle_algo", "shuffle_block_size"),
@@ -212,8 +214,8 @@ def suggests_names(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a function: for a keyword that it lacks, a ConfigError tells the right one.
 
-    `known` are taken besides those of the signature. `hints` are for keywords that belong elsewhere. `name` is
-    shown for a constructor. A type checker sees the function as it is.
+    `known` are taken besides those of the signature. `hints` are for keywords that belong elsewhere. `name`
+    is shown for a constructor. A type checker sees the function as it is.
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

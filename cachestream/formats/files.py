@@ -172,8 +172,10 @@ class FilesFormat(Format):
         label = self.label_index.get(file.name.rpartition("/")[0].rpartition("/")[2])
         if label is None:
             raise SampleError(
-                f"{file.where}: has no label: while a listing grows, only folders beside those of the first files "
-                "have one; clear the cache, and give first_names=None to list all before, label= a function of "
+                f"{file.where}: has no label: while a listing grows, only folders beside those of the first "
+                "files "
+                "have one; clear the cache, and give first_names=None to list all before, label= a function "
+                "of "
                 "the path, or label=None"
             )
         return {"label": label}
@@ -199,17 +201,18 @@ class FileSource(FilesSource):
     wildcards: images, if they are a tenth as many as any other kind, else the most frequent kind. The number
     of files left out is logged. extensions="*" keeps all, for a transform that makes their samples alike.
 
-    Of folders and wildcards, files that belong together are one sample, if they do for half of the samples at least,
-    which is logged: files of one name (`1.png`, `1.txt`, `1.json`, `1.npy`, `1_mask.png`), those in parallel folders
-    (`images/1.png`, `masks/1.png`), and the columns of a `metadata.jsonl` or `.csv` whose "file_name" names them. The
-    fields are "text", "array", "mask", …, and those of the object and the table. A sample is skipped and counted if
-    one of its files is missing and `fields` has no default for it. extensions="*" keeps files apart.
+    Of folders and wildcards, files that belong together are one sample, if they do for half of the samples at
+    least, which is logged: files of one name (`1.png`, `1.txt`, `1.json`, `1.npy`, `1_mask.png`), those in
+    parallel folders (`images/1.png`, `masks/1.png`), and the columns of a `metadata.jsonl` or `.csv` whose
+    "file_name" names them. The fields are "text", "array", "mask", …, and those of the object and the table.
+    A sample is skipped and counted if one of its files is missing and `fields` has no default for it.
+    extensions="*" keeps files apart.
 
     fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
     text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
     `ImageOptions`. decoders: `{"image": "index"}` keeps the values of images as they are stored, `[H, W]`:
-    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file. Any field of
-    files that belong together may be named, such as "mask".
+    the numbers of a mask with a palette, depth of 16 bits; `{"image": "raw"}` the bytes of the file. Any
+    field of files that belong together may be named, such as "mask".
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
     listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
@@ -392,7 +395,8 @@ def _find_together(files: FileList, fields: Mapping[str, Any] | None) -> tuple[T
     )
     example = next(filter(together.is_sample, names), files.names[0])
     logger.warning(
-        "%s: files that belong together are one sample: %s and %s; to read each file as a sample of its own, give "
+        "%s: files that belong together are one sample: %s and %s; to read each file as a sample of its "
+        "own, give "
         "extensions='*'",
         files.shown,
         example,
@@ -421,7 +425,8 @@ def _keep_samples(files: FileList, together: Together) -> int:
         listed = "the first " if files.is_open else ""
         logger.warning(
             "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
-            "to read several kinds, name them with extensions=; to give each sample what another file says of it, such as "
+            "to read several kinds, name them with extensions=; to give each sample what another file says "
+            "of it, such as "
             "a text, give label= a function of its path",
             files.shown,
             _KIND_NAMES[kind],

@@ -83,7 +83,8 @@ class LinesFormat(Format):
         self._defaults, self._encoding = dict(defaults), check_encoding(encoding)
         if codecs.encode("\n,", self._encoding.removesuffix("-sig")) != b"\n,":
             raise ConfigError(
-                f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; convert the files to UTF-8"
+                f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; "
+                "convert the files to UTF-8"
             )
         given: Any = delimiter
         is_one = isinstance(given, str) and len(given) == 1 and given.isascii() and given not in '"\r\n'
@@ -155,7 +156,8 @@ class LinesFormat(Format):
         is_open = self._delimiter is None and not self._found.get(_usual_delimiter(file))
         if is_open and len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
             logger.warning(
-                "%s: its values stand between %r and not between %r, and so it is read, with all files of its ending; "
+                "%s: its values stand between %r and not between %r, and so it is read, with all files of "
+                "its ending; "
                 "say delimiter=%r if that is right, else delimiter=%r",
                 *(where, other, delimiter, other, delimiter),
             )
@@ -217,7 +219,8 @@ class LinesFormat(Format):
                 row = next(rows, None)
                 if row is None:
                     return
-                # A quote that belongs to the text, at the beginning of a value, takes the rows up to the next one.
+                # A quote that belongs to the text, at the beginning of a value, takes the rows up to the next
+                # one.
                 found = self._taken_apart(row, taken, names, delimiter) if _may_be_open(taken) else (row,)
             except (ValueError, csv.Error) as error:
                 number += 1
@@ -376,7 +379,8 @@ def _cut_short(stream: Stream, least_bytes: int) -> SampleError:
     """Return the error for a file that had more than `least_bytes` when its units were counted."""
     ends = min(stream.position, stream.size_bytes or stream.position)
     return SampleError(
-        f"{stream.where}: ends after {ends:,} bytes, and had more than {least_bytes:,} when it was opened; its last "
+        f"{stream.where}: ends after {ends:,} bytes, and had more than {least_bytes:,} when it was opened; "
+        "its last "
         "lines are gone"
     )
 

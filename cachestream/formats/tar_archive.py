@@ -375,7 +375,8 @@ def _sample_files(reader: TarReader, stream: Stream, cut: Cut | None) -> Iterato
             others, example = others + 1, example or member.name
     if cut is None and others and is_empty:
         raise TarError(
-            f"it holds no samples: none of its {others:,} files has a name with an extension, such as 0001.jpg "
+            f"it holds no samples: none of its {others:,} files has a name with an extension, such as "
+            "0001.jpg "
             f"(the first is {example[:100]!r})"
         )
     if cut is not None and cut.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):

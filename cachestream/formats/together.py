@@ -52,8 +52,8 @@ _FILE_COLUMNS: Final = ("file_name", "filename", "file", "path")
 class Partner:
     """A rule that gives the name of a file that belongs to another one; `field` is that of its value.
 
-    `folder`: a folder in the path of the other, and the one that stands in its place. `end` follows the other's
-    name without its extension.
+    `folder`: a folder in the path of the other, and the one that stands in its place. `end` follows the
+    other's name without its extension.
     """
 
     field: str
@@ -139,7 +139,9 @@ def _usual_level(path: str) -> str:
 
 
 def partners_in(names: Sequence[str]) -> tuple[str, tuple[Partner, ...]]:
-    """Return the kind of files to which most others belong, and the rules that hold for half of them at least."""
+    """Return the kind of files to which most others belong, and the rules that hold for half of them at
+    least.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for name in names:
         groups.setdefault(_in_common(name), []).append(name)

@@ -36,10 +36,10 @@ _LARGEST_VOCABULARY: Final = 1 << 20
 class TokensFile(ArrayFile):
     """Tokens one after the other, in little-endian numbers, of which only the bytes of each window are read.
 
-    `dtype` is that of the numbers. None: what the index `.idx` beside the file says (Megatron-LM), or the file's
-    own header (llm.c). Without either the first tokens tell whether they are uint16 (nanoGPT) or uint32, which
-    is logged. Thread-safe and picklable. Raises SampleError for a file that holds no tokens, and otherwise as
-    `RemoteObject`.
+    `dtype` is that of the numbers. None: what the index `.idx` beside the file says (Megatron-LM), or the
+    file's own header (llm.c). Without either the first tokens tell whether they are uint16 (nanoGPT) or
+    uint32, which is logged. Thread-safe and picklable. Raises SampleError for a file that holds no tokens,
+    and otherwise as `RemoteObject`.
     """
 
     array_endings = (".bin",)
@@ -72,7 +72,8 @@ class TokensFile(ArrayFile):
         count, rest = divmod(self._file.look().size_bytes - offset, dtype.itemsize)
         if rest or not count:
             raise SampleError(
-                f"{self.shown}: {count * dtype.itemsize + rest:,} bytes are no tokens of {dtype.name}: give dtype="
+                f"{self.shown}: {count * dtype.itemsize + rest:,} bytes are no tokens of {dtype.name}: give "
+                "dtype="
             )
         return ArrayLayout(offset, (count,), dtype, False)
 
@@ -93,7 +94,8 @@ class TokensFile(ArrayFile):
 @lru_cache(256)
 def _tell(shown: str, name: str) -> None:
     logger.warning(
-        "%s: has no header and no index that tell the type of its tokens: they are read as %s, as the first of "
+        "%s: has no header and no index that tell the type of its tokens: they are read as %s, as the first "
+        "of "
         "them look; give dtype= to say it",
         shown,
         name,

@@ -226,7 +226,8 @@ class ZarrArray(ArrayFile):
             if self._denies_absent:
                 logger.warning(
                     "%s: chunks to which access is denied are taken for absent and hold the fill value, as "
-                    "absent objects are denied here; let these credentials list the bucket to tell them apart",
+                    "absent objects are denied here; let these credentials list the bucket to tell them "
+                    "apart",
                     self.shown,
                 )
         return self._denies_absent

@@ -1,4 +1,6 @@
-"""Decoding of encoded images when a batch is made, for caches that keep the bytes of JPEGs and not their pixels."""
+"""Decoding of encoded images when a batch is made, for caches that keep the bytes of JPEGs and not their
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ def decode_images(
         device: where the pixels are delivered; None: in host memory.
         field: the field with the bytes, a list of bytes in each batch. Others are left as they are.
 
-    The field becomes uint8 `[B, 3, H, W]` RGB where all images have one size, which `size` or `crop` may see to,
-    and otherwise a list of `[3, H, W]`. Raises ConfigError for wrong sizes and for batches without such a field;
-    the transform raises SampleError for bytes that are no image.
+    The field becomes uint8 `[B, 3, H, W]` RGB where all images have one size, which `size` or `crop` may see
+    to, and otherwise a list of `[3, H, W]`. Raises ConfigError for wrong sizes and for batches without such a
+    field; the transform raises SampleError for bytes that are no image.
     """
     return DecodeImages(ImageOptions(size, crop), None if device is None else torch.device(device), field)
 
@@ -58,7 +60,8 @@ class DecodeImages:
         values = batch[self._field]
         if not isinstance(values, list) or not all(isinstance(value, bytes) for value in values):
             raise ConfigError(
-                f"decode_images(field={self._field!r}): the field is no list of bytes; keep the bytes of files in the cache "
+                f"decode_images(field={self._field!r}): the field is no list of bytes; keep the bytes of "
+                "files in the cache "
                 f"by open_source(decoders={{{self._field!r}: 'raw'}})"
             )
         return {

@@ -102,7 +102,9 @@ def _state(trainer: Any, loader: EpochLoader) -> dict[str, Any]:
 
 
 def _warn_of_schedule(trainer: Any) -> None:
-    """Warn of a learning rate schedule that ends at a step computed from a first epoch that later ones exceed."""
+    """Warn of a learning rate schedule that ends at a step computed from a first epoch that later ones
+    exceed.
+    """
     growing = any(
         loader._options.epoch_size is None and loader.cache.fill_state() == "filling"
         for loader in _loaders(trainer)
@@ -114,8 +116,10 @@ def _warn_of_schedule(trainer: Any) -> None:
         end = getattr(config.scheduler, "total_steps", None) or getattr(config.scheduler, "T_max", None)
         if config.interval == "step" and end is not None:
             warnings.warn(
-                f"{type(config.scheduler).__name__} ends after {end} steps, and epochs get longer while the cache is filling: "
-                "give the EpochLoader an epoch_size, or the Trainer max_steps, and the schedule that many steps",
+                f"{type(config.scheduler).__name__} ends after {end} steps, and epochs get longer while the "
+                "cache is filling: "
+                "give the EpochLoader an epoch_size, or the Trainer max_steps, and the schedule that many "
+                "steps",
                 stacklevel=2,
             )
 
@@ -184,8 +188,8 @@ class DataHooks:
 
     Args:
         train, val, test: a loader, or a function that makes one: it is called in each process that trains
-            (also under the spawn strategies), where the ranks know each other. What a function made is closed after
-            the run; a later run's goes on at the state that it had.
+            (also under the spawn strategies), where the ranks know each other. What a function made is closed
+            after the run; a later run's goes on at the state that it had.
     """
 
     trainer: Any

@@ -43,8 +43,8 @@ class GoneError(SourceUnavailableError):
 class S3Listing:
     """The files on S3 that match a wildcard, a page at a time, from any name on. Picklable.
 
-    All paths begin with `root` ("bucket/folder/"). `pattern` is the wildcard below it: "**" for all files that
-    are not hidden, "*" for those of the folder itself.
+    All paths begin with `root` ("bucket/folder/"). `pattern` is the wildcard below it: "**" for all files
+    that are not hidden, "*" for those of the folder itself.
     """
 
     remote: Remote
@@ -182,7 +182,8 @@ class LocalFolders:
     """A lister of the folders below `root` ("/data/"), without caches.
 
     Links to folders are followed unless they lead to a folder above them, or, below `is_whole` trees, to one
-    that is found by its own path. This depends on the target alone, so that a listing can be resumed anywhere.
+    that is found by its own path. This depends on the target alone, so that a listing can be resumed
+    anywhere.
     """
 
     def __init__(self, root: str, *, is_whole: bool = True) -> None:

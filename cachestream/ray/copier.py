@@ -120,8 +120,8 @@ class Copier:
         return bool(len(overlapping(span_array(span for one in coming for span in one.spans), shard.spans)))
 
     def _is_wanted(self, shard: HeldShard, shared: SharedPass) -> npt.NDArray[np.bool_]:
-        """For each position of `shard` in its pass: True if the unit waits for the group in the current pass, and
-        this cache holds nothing of these samples.
+        """For each position of `shard` in its pass: True if the unit waits for the group in the current pass,
+        and this cache holds nothing of these samples.
         """
         plan, current, positions = parsed(shard.plan), parsed(shared.row.plan), positions_of(shard.spans)
         if not (plan == current or plan.precedes(current)):

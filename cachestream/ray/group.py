@@ -1,4 +1,5 @@
-"""A group of caches that share one filling: its actor, what each cache knows of the others, and their servers.
+"""A group of caches that share one filling: its actor, what each cache knows of the others, and their
+servers.
 
 All caches of the group have the same pass: the same unit lies at the same position for each of them. The
 positions are cut into blocks. A cache makes the blocks that it is given (its own processes read, transform
@@ -308,11 +309,11 @@ class GroupView:
         *,
         has_room: bool,
     ) -> tuple[list[HeldShard], list[HeldShard], tuple[Positions, ...]]:
-        """The shards of this pass and of earlier ones that the cache lacks, and the positions that it may have
-        to make.
+        """The shards of this pass and of earlier ones that the cache lacks, and the positions that it may
+        have to make.
 
-        The cache has the shards with the contents `held`. Shards of earlier passes are for one that `has_room`:
-        the latest come first.
+        The cache has the shards with the contents `held`. Shards of earlier passes are for one that
+        `has_room`: the latest come first.
         """
         lacking = [
             shard

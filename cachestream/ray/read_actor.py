@@ -219,7 +219,9 @@ class UnitsReader:
         self._sent = (0.0,) * len(COUNTERS)
 
     def read(self, plan: PassPlan | None, units: Sequence[Unit]) -> ReadResult:
-        """Read `units` of a pass too; returns what has come, or nothing now and then while the reads show life."""
+        """Read `units` of a pass too; returns what has come, or nothing now and then while the reads show
+        life.
+        """
         begun_s = time.monotonic()
         if plan is not None:
             self._plan = plan
@@ -310,8 +312,8 @@ def installed_version() -> str:
 
 
 class ReadActor:
-    """The actor, one of `actors` for `job`. What it cannot do is the error of its calls: those reach the caller
-    as they are.
+    """The actor, one of `actors` for `job`. What it cannot do is the error of its calls: those reach the
+    caller as they are.
     """
 
     def __init__(self, version: str, job: Job, actors: int) -> None:
@@ -331,7 +333,9 @@ class ReadActor:
             self._error = error
 
     def read(self, plan: str, units: bytes, limit_bytes: int) -> ReadResult:
-        """Read further units of the pass `plan` ("": none has begun), pickled; no object may be larger than `limit_bytes`."""
+        """Read further units of the pass `plan` ("": none has begun), pickled; no object may be larger than
+        `limit_bytes`.
+        """
         if self._error is not None:
             raise self._error
         object_limit.set_cache_limit(limit_bytes)

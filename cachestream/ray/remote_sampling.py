@@ -1,9 +1,9 @@
 """A sampling process that has its units read by actors of a Ray cluster.
 
 The process packs and writes shards, as a local one does; reading, transforming and encoding is done by the
-actors (`read_actor`). Each actor has some units, and two calls under way, which return what has come of these.
-An actor that dies, is cut off or hangs is replaced, and its units are read again, each alone in an actor, so
-that the next death has one cause.
+actors (`read_actor`). Each actor has some units, and two calls under way, which return what has come of
+these. An actor that dies, is cut off or hangs is replaced, and its units are read again, each alone in an
+actor, so that the next death has one cause.
 
 At the end of a pass an idle actor reads what a slow one has left, too, and what comes first counts: backup
 tasks (Dean and Ghemawat, "MapReduce: Simplified Data Processing on Large Clusters", OSDI 2004).
@@ -69,7 +69,8 @@ class PooledActor:
     """An actor, which gets units once it `is_ready`: it has answered.
 
     `units`: those that it has, by their positions. `heard_s`: the time of the last answer; `ended_s`: that of
-    the last end of a unit. `work_s` and `nbytes`: since that end. `unit_s`: the time that it takes for a unit.
+    the last end of a unit. `work_s` and `nbytes`: since that end. `unit_s`: the time that it takes for a
+    unit.
     """
 
     handle: Any

@@ -1,8 +1,8 @@
 """The supervisor's side of a filling that is shared with a group of caches.
 
-Of this folder, the supervisor loads only this module, which does not import Ray. While the group does not answer,
-the supervisor has positions made without it: few at a time, at random places, so that little was made twice
-once the group answers again.
+Of this folder, the supervisor loads only this module, which does not import Ray. While the group does not
+answer, the supervisor has positions made without it: few at a time, at random places, so that little was made
+twice once the group answers again.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ class ArraySource:
     """Windows of arrays: random ones without end, or each of a grid once a pass. A unit is a window.
 
     arrays: the URL of a `.npy` file, a Zarr array (v2 or v3: `a.zarr/image`), an HDF5 dataset
-    (`a.h5::/image`, or `dataset=`) or a file of tokens (`train.bin`); a wildcard, a `{000..127}` range or a list
-    of them, to draw from all; or a dict of these by name, `{"image": …, "mask": …}`, to read the same position
-    of each.
+    (`a.h5::/image`, or `dataset=`) or a file of tokens (`train.bin`); a wildcard, a `{000..127}` range or a
+    list of them, to draw from all; or a dict of these by name, `{"image": …, "mask": …}`, to read the same
+    position of each.
 
     window: a length along the first axis, or a tuple with a length for each axis. None, and axes left out,
     stand for the whole axis. The axes with a length are the cut axes. In a dict of arrays, the cut axes must
@@ -76,7 +76,8 @@ class ArraySource:
     num_units: windows a pass; None: random windows are endless.
 
     dtype: the type of the tokens in `.bin` files, such as "uint16". None: that of the index `.idx` beside the
-    file (Megatron-LM), or of its header (llm.c), else the one that the first tokens look like, which is logged.
+    file (Megatron-LM), or of its header (llm.c), else the one that the first tokens look like, which is
+    logged.
 
     A sample has "array" (or the names given), as stored; "start", int64 `[cut axes]`, the first
     element of the window; and "index", the number of the array, if there are several. The key is

@@ -56,8 +56,8 @@ class Source(Protocol):
 
 
 def made_with(source: Source) -> str:
-    """The end of the fingerprint that says how samples are made of the data (the size of images, the defaults of
-    fields), where the source tells it; else "".
+    """The end of the fingerprint that says how samples are made of the data (the size of images, the defaults
+    of fields), where the source tells it; else "".
     """
     found: object = getattr(source, "made_with", "")
     return found if isinstance(found, str) and source.fingerprint.endswith(found) else ""
@@ -227,7 +227,8 @@ def whole_units(num_units: Any, owner: str = "") -> int | None:
     count = whole_number(num_units)
     if count is None or count < 1:
         raise ConfigError(
-            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units "
+            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without "
+            "units "
             "there is nothing to read), or None for an endless source"
         )
     return count

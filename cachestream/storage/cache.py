@@ -395,7 +395,8 @@ class Cache:
                 left, _, left_bytes = tables.totals()
                 if left:
                     raise CacheError(
-                        f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in use; "
+                        f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in "
+                        "use; "
                         "close them"
                     )
                 tables.forget_filling()

@@ -127,7 +127,8 @@ def _create_folders(directory: Directory) -> None:
         known = set(os.listdir(directory.root)) - _HARMLESS
     if known and not known & {*_FOLDERS, "cache.json", "catalogue.sqlite"}:
         raise ConfigError(
-            f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of "
+            f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a "
+            "directory of "
             "its own"
         )
     check_own(directory.root)

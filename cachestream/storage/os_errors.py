@@ -92,7 +92,8 @@ def unwritable(path: str, said: str | None = None) -> CacheError:
         is_read_only = False
     if is_read_only:
         return CacheError(
-            f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases and "
+            f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases "
+            "and "
             "records in it; mount it for writing (in a container without ':ro')"
         )
     return CacheError(f"{what}; check its owner and permissions")
@@ -105,7 +106,8 @@ def check_own(folder: str) -> None:
     with suppress(OSError):
         if (owner := other_owner(folder)) is not None:
             raise CacheError(
-                f"{folder} cannot be written: it belongs to another user (uid {owner}), and only that user changes "
+                f"{folder} cannot be written: it belongs to another user (uid {owner}), and only that user "
+                "changes "
                 "a cache; run as this user, or use a directory of your own"
             )
 

@@ -18,7 +18,8 @@ from cachestream.storage.os_errors import CatalogueDamagedError
 
 OpenRange = tuple[int, int, int]  # position, offset, stop: of the first unit all before the offset is done
 Positions = tuple[int, int]  # start, stop
-# Of the positions from `start` on, up to `most` that are not done already, and the first that was not looked at.
+# Of the positions from `start` on, up to `most` that are not done already, and the first that was not looked
+# at.
 Wanted = Callable[[int, int], tuple[Sequence[int], int]]
 
 
@@ -83,7 +84,8 @@ def parse_progress(text: str) -> tuple[tuple[OpenRange, ...], tuple[Positions, .
         )
     except (TypeError, ValueError) as error:
         raise CatalogueDamagedError(
-            f"the progress {text[:100]!r} of a pass makes no sense ({error}); start a worker: it rebuilds the catalogue"
+            f"the progress {text[:100]!r} of a pass makes no sense ({error}); start a worker: it rebuilds "
+            "the catalogue"
         ) from error
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import begin_writeback, move, open_private
-from cachestream.schema import IntArray, Schema, Span
+from cachestream.schema import Schema, Span
 from cachestream.shard_format import ShardContent, encode_header
 from cachestream.storage.layout import Directory, accounted_bytes, allocated_bytes
 from cachestream.storage.os_errors import translated_disk_errors
@@ -174,8 +174,8 @@ class Publisher:
     ) -> None:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
 
-        They hold, with those that are live, all samples of the shards `replaces`: these join no new epoch, and
-        are evicted first.
+        They hold, with those that are live, all samples of the shards `replaces`: these join no new epoch,
+        and are evicted first.
 
         `decided`: see `Tables.admit_schema`. The reservations are cancelled after an error. Raises
         SchemaMismatchError when the cache holds other samples.
@@ -217,7 +217,8 @@ class Publisher:
                 decided,
             ):
                 raise CacheError(
-                    f"{self._directory.root}: another process has released the reservation of shard {shard.id}, "
+                    f"{self._directory.root}: another process has released the reservation of shard "
+                    f"{shard.id}, "
                     "because this one seemed to be gone; its samples will be fetched again"
                 )
         if shards:
@@ -237,7 +238,8 @@ class Publisher:
     def _check_same(self, tables: Tables) -> None:
         if tables.meta("catalogue_id") != self._catalogue_id:
             raise CatalogueReplacedError(
-                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached is to "
+                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached "
+                "is to "
                 "be fetched again"
             )
 

@@ -150,8 +150,8 @@ def rebuild_catalogue(
         write_settings(directory, settings)
         new.create(fill)
         new.close()
-        # SQLite would apply the old journal to the new catalogue. The old file stays until the new one takes its
-        # place: whoever reads meanwhile finds a damaged file, and not none.
+        # SQLite would apply the old journal to the new catalogue. The old file stays until the new one takes
+        # its place: whoever reads meanwhile finds a damaged file, and not none.
         for path in (new.path + "-journal", catalogue.path + "-journal"):
             remove_if_there(path)
         if kind_of(catalogue.path) is not None:  # a directory, which no file can replace

@@ -150,7 +150,8 @@ def _write(path: str, settings: Settings) -> None:
     except CacheFullError:
         if not os.path.isfile(path):
             raise
-        # The block of the old file takes it. While it is half written its checksum is wrong: then the copy holds.
+        # The block of the old file takes it. While it is half written its checksum is wrong: then the copy
+        # holds.
         with (
             translated_disk_errors(path, "saving the settings"),
             open(path, "r+b", opener=open_private) as file,
@@ -193,7 +194,8 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
         )
     if share not in (None, stored):
         raise ConfigError(
-            f"holdout={share:g}: {cache.path} holds out {stored:g} of its samples, the same for all that use it; "
+            f"holdout={share:g}: {cache.path} holds out {stored:g} of its samples, the same for all that "
+            "use it; "
             "give that, or another directory ('cachestream clear' forgets it)"
         )
     return Split(name, stored)

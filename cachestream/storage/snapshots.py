@@ -132,7 +132,8 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
             )
         if split is not None and not len(chosen):
             raise NotEnoughSamplesError(
-                f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the split "
+                f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the "
+                "split "
                 f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
             )
         schema = _mark_used(tables, cached, chosen)
@@ -178,8 +179,8 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, cached.with_those_passed_over(chosen)))
     assert tables.schema is not None
-    # The shapes of these shards, and the dtypes of the cache: an epoch would have floats, and the next one, of
-    # other shards, integers.
+    # The shapes of these shards, and the dtypes of the cache: an epoch would have floats, and the next one,
+    # of other shards, integers.
     return cached.view.fields_of(tables.schema.with_shapes(tables.shapes(ranges_of(cached.ids, chosen))))
 
 
@@ -343,8 +344,8 @@ def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
 
 
 class ReusableSnapshots:
-    """The snapshots of one reader. The last one is used again if no new one can be taken, as on a full disk or
-    a locked catalogue. Used by one thread.
+    """The snapshots of one reader. The last one is used again if no new one can be taken, as on a full disk
+    or a locked catalogue. Used by one thread.
     """
 
     def __init__(self, cache: Cache, split: Split | None = None, view: View = ALL) -> None:

@@ -185,11 +185,13 @@ def describe_outdated(outdated: int, num_samples: int, *, is_replaced: bool = Fa
     )
     if is_replaced:
         then = (
-            "they are read anew, and each is used until a new one has taken its place (on_change='keep' leaves them "
+            "they are read anew, and each is used until a new one has taken its place (on_change='keep' "
+            "leaves them "
             "as they are)"
         )
     return (
-        f"the transform has changed (its code, a value bound to it, or an option such as resize=), and {outdated} of the {num_samples} cached "
+        "the transform has changed (its code, a value bound to it, or an option such as resize=), and "
+        f"{outdated} of the {num_samples} cached "
         f"samples were made by another one; {then}"
     )
 
@@ -245,7 +247,8 @@ def describe_loss(lost: Run | None, then: str = "") -> str:
     if lost is None:
         return ""
     then = then or (
-        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which goes on "
+        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which "
+        "goes on "
         "where it stopped"
     )
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
@@ -271,7 +274,8 @@ def shortage_of_disk(directory: Directory, min_free_bytes: int) -> str:
         board = _board(directory)
         return "" if board is None else board.refusal()
     return (
-        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it "
+        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of "
+        "it "
         "free: make room on it, or lower min_free"
     )
 
@@ -508,7 +512,8 @@ def warn_of_skipped(cache: Cache) -> None:
     ):
         _warned.add(cache.cache_id)
         logger.warning(
-            "%s: fields %s have one shape in some shards and another in others, so batches hold lists of them: %s",
+            "%s: fields %s have one shape in some shards and another in others, so batches hold lists of "
+            "them: %s",
             cache.path,
             fields,
             describe_outdated(outdated, fill.num_samples),

@@ -7,10 +7,10 @@ file is gone:
         │                └─────▶ replaced ──────────────────▲
         └────────────────────────────bury───────────────────┘
 
-A reserved row is a file that its owner may be writing; what a dead owner leaves is buried by whoever finds it.
-A doomed one is a file that whoever finds it removes. A retiring shard is cached like a live one,
-but joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is cached for
-the epochs that lease it, and otherwise only takes space.
+A reserved row is a file that its owner may be writing; what a dead owner leaves is buried by whoever finds
+it. A doomed one is a file that whoever finds it removes. A retiring shard is cached like a live one, but
+joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is cached for the
+epochs that lease it, and otherwise only takes space.
 """
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
@@ -39,10 +39,10 @@ REPLACED: Final = "replaced"
 DOOMED: Final = "doomed"
 STRAY: Final = "stray"  # of row 0: the unknown files in the folder, together
 
-# `held_out`: held-out samples, NULL until they are counted. `part`: the samples of its spans that the shard holds
-# (WHOLE, TRAIN, HELD_OUT). `weight`: the mean weight of its samples, NULL until a loader has weighed them.
-# `transform`: the identity of the transform that made it. `shapes`: the shape of each field, in the order of the
-# cache's schema, null where it varies.
+# `held_out`: held-out samples, NULL until they are counted. `part`: the samples of its spans that the shard
+# holds (WHOLE, TRAIN, HELD_OUT). `weight`: the mean weight of its samples, NULL until a loader has weighed
+# them. `transform`: the identity of the transform that made it. `shapes`: the shape of each field, in the
+# order of the cache's schema, null where it varies.
 SHARD_STATEMENTS: Final = (
     """CREATE TABLE shards (
         id INTEGER PRIMARY KEY, state TEXT NOT NULL, owner TEXT NOT NULL, size_bytes INTEGER NOT NULL,
@@ -201,14 +201,15 @@ class Tables(ProgressTables):
             "spans": span_array(spans).tobytes(),
         }
         cursor = self.execute(
-            f"UPDATE shards SET {', '.join(f'{name} = ?' for name in row)} WHERE id = ? AND owner = ? AND state = ?",
+            f"UPDATE shards SET {', '.join(f'{name} = ?' for name in row)} WHERE id = ? AND owner = ? AND "
+            "state = ?",
             (*row.values(), shard_id, owner, RESERVED),
         )
         return cursor.rowcount > 0
 
     def retire(self, shard_ids: Iterable[int], state: str = RETIRING) -> None:
-        """Have live shards join no new epoch and go first: as RETIRING, until `keep_retiring`, or for good, as
-        REPLACED by others that hold their samples.
+        """Have live shards join no new epoch and go first: as RETIRING, until `keep_retiring`, or for good,
+        as REPLACED by others that hold their samples.
         """
         self.executemany(
             "UPDATE shards SET state = ? WHERE id = ? AND state IN (?, ?)",

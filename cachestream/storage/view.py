@@ -75,7 +75,8 @@ class View:
         if hash_of(found.rows) != expected:
             selected = 0 if found.rows is None else len(found.rows)
             raise RankMismatchError(
-                f"where= selects {selected} samples on this rank and {snapshot.num_samples} on the first rank "
+                f"where= selects {selected} samples on this rank and {snapshot.num_samples} on the first "
+                "rank "
                 "of the cache, or different ones: give all ranks the same condition, without randomness"
             )
         return found

@@ -104,7 +104,8 @@ class SourceChecks:
         other = fingerprint_elsewhere(self.source, self.timeout_s)
         expect(
             other == first,
-            f"the fingerprint is {first!r} here and {other!r} in another process: use no hash(), id() or time",
+            f"the fingerprint is {first!r} here and {other!r} in another process: use no hash(), id() or "
+            "time",
         )
 
     def check_pickling(self) -> None:
@@ -115,7 +116,8 @@ class SourceChecks:
                 copy = pickle.loads(cloudpickle.dumps(source))  # noqa: S301  our own bytes
             except Exception as error:
                 raise AssertionError(
-                    f"the source does not pickle {when} it was read from ({type(error).__name__}: {error}): open "
+                    f"the source does not pickle {when} it was read from ({type(error).__name__}: {error}): "
+                    "open "
                     "connections, files and locks at their first use, and leave them out in __getstate__"
                 ) from error
             same = (copy.fingerprint, copy.num_units) == (source.fingerprint, source.num_units)
@@ -284,7 +286,8 @@ class SourceChecks:
             raise
         except Exception as error:
             raise AssertionError(
-                f"read({unit}) raised {type(error).__name__}: {error}; raise cachestream.SampleError for what "
+                f"read({unit}) raised {type(error).__name__}: {error}; raise cachestream.SampleError for "
+                "what "
                 "cannot be used, SourceUnavailableError for a remote that does not answer"
             ) from error
         return samples

@@ -2,13 +2,13 @@
 
 Real workers fill for some seconds, and their counters are read. The first one reads one unit at a time and
 drops what it reads: that is the time of `read` and `decode`. The second one is a worker as it will be, with a
-cache in a temporary folder: that is the rate of reading, `transform` and `pack`. `list` is opening the source,
-`write` a file of 64 MiB in that folder, synced, and `transfer` the loader over that cache, onto the accelerator
-if there is one.
+cache in a temporary folder: that is the rate of reading, `transform` and `pack`. `list` is opening the
+source, `write` a file of 64 MiB in that folder, synced, and `transfer` the loader over that cache, onto the
+accelerator if there is one.
 
-Stages are compared by the samples a second that each would let through if the others took no time. Stages that
-calculate share the cores; a transform that waits holds up its process. Not measured: how the remote behaves at
-other times, and the model. Data that this machine has read before comes from its memory.
+Stages are compared by the samples a second that each would let through if the others took no time. Stages
+that calculate share the cores; a transform that waits holds up its process. Not measured: how the remote
+behaves at other times, and the model. Data that this machine has read before comes from its memory.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Stages:
     """The measurements of a source: `alone` by one read at a time, `together` by `workers` processes.
 
     `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `num_samples`: None
-    where units are too few to estimate it. `fetched_bytes` of the remote make a sample. `tells_bytes`: False for a dataset or function. `cached_bytes` of the disk hold a sample, written at
-    `write_bytes_per_s`; `delivered`: onto `device`.
+    where units are too few to estimate it. `fetched_bytes` of the remote make a sample. `tells_bytes`: False
+    for a dataset or function. `cached_bytes` of the disk hold a sample, written at `write_bytes_per_s`;
+    `delivered`: onto `device`.
     """
 
     list_s: float
@@ -181,7 +182,7 @@ _ADVICE: Final = {  # the reason, then what to do next
     ),
     "requests": (
         "asking for many small objects keeps the processor busy",
-        "larger units need fewer requests: tars, Parquet or MDS instead of small files, larger windows of arrays",
+        "larger units need fewer requests: tars, Parquet, MDS instead of small files, larger windows of arrays",
         _PROCESSES,
     ),
     "decode": (
@@ -317,13 +318,14 @@ def diagnose(
     folder: str | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Fill from the source `shown`, which `open_it` opens, for about `seconds`; find the stage that holds it up.
+    """Fill from the source `shown`, which `open_it` opens, for about `seconds`; find the stage that holds it
+    up.
 
     `workers`: the sampling processes (default: one a core, at most 4). `folder`: the place of the temporary
     folder, best on the disk of the cache to be. `on_progress` gets a line before each step.
 
-    Raises what `open_it` raises, SourceError if nothing can be read or used, ConfigError for a missing folder,
-    and CacheFullError if the samples do not fit there.
+    Raises what `open_it` raises, SourceError if nothing can be read or used, ConfigError for a missing
+    folder, and CacheFullError if the samples do not fit there.
     """
     cores = len(os.sched_getaffinity(0))
     workers = min(4, cores) if workers is None else workers

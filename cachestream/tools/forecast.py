@@ -47,9 +47,9 @@ _EVICTION: Final[dict[str, tuple[str, ...]]] = {
 class Setup:
     """The run that is planned. Sizes in bytes, times in seconds.
 
-    `num_samples` are on the remote (None: endless); `fetched_bytes` of each are fetched, and `cached_bytes` kept. The
-    background brings `fill_per_s` samples a second, the first after `first_s`. The trainer takes a batch
-    every `step_s`, for `duration_s` in all.
+    `num_samples` are on the remote (None: endless); `fetched_bytes` of each are fetched, and `cached_bytes`
+    kept. The background brings `fill_per_s` samples a second, the first after `first_s`. The trainer takes a
+    batch every `step_s`, for `duration_s` in all.
     """
 
     num_samples: int | None
@@ -103,9 +103,9 @@ class PlannedEpoch:
 class Forecast:
     """The course of a run; times in seconds from its begin, None for what does not come.
 
-    `full_s`: the cache is full for the first time. `seen`: the samples of the remote that have been trained on,
-    `seen_share` of all, which is reached at `seen_s`; None where it is endless. `uses`: how often a sample that
-    was seen is trained on, on average. `waited_s`: the trainer waits for samples.
+    `full_s`: the cache is full for the first time. `seen`: the samples of the remote that have been trained
+    on, `seen_share` of all, which is reached at `seen_s`; None where it is endless. `uses`: how often a
+    sample that was seen is trained on, on average. `waited_s`: the trainer waits for samples.
     `fetched_bytes`: the egress.
     """
 
@@ -273,8 +273,8 @@ class _Publication(NamedTuple):
 def simulate(setup: Setup) -> Forecast:
     """Simulate the run. Raises ConfigError for one that cannot be.
 
-    The course repeats: the rest is extrapolated from the last 20 epochs after 20,000 epochs, or 20 epochs after
-    all of the remote has been seen, or after an endless one has filled the cache.
+    The course repeats: the rest is extrapolated from the last 20 epochs after 20,000 epochs, or 20 epochs
+    after all of the remote has been seen, or after an endless one has filled the cache.
     """
     setup.check()
     cache, epochs, fetched = _Simulation(setup), list[PlannedEpoch](), list[int]()

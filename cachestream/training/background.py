@@ -71,7 +71,8 @@ class Background:
             raise
 
     def find_new_job(self) -> ProcessGroup | None:
-        """The `torch.distributed` job of this process, for the next jump; None if it is known, or there is none.
+        """The `torch.distributed` job of this process, for the next jump; None if it is known, or there is
+        none.
 
         A job that has ended is kept: its ranks must not go on as single ones. Raises EpochError in a forked
         child.
@@ -82,8 +83,10 @@ class Background:
         check_process(self._pid)
         if self.preparer.num_ranks == 1 and job.size > 1 and not self._warned_early:
             warnings.warn(
-                f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process alone: it is rank "
-                f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call init_process_group() first",
+                f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process "
+                "alone: it is rank "
+                f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call "
+                "init_process_group() first",
                 stacklevel=5,
             )
         return job

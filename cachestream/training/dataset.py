@@ -153,7 +153,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             given = np.array(None)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(
-                f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a mask: where it is true)"
+                f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a "
+                "mask: where it is true)"
             )
         samples, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
         if _all_within(samples, size):

@@ -110,7 +110,8 @@ class Batches(Iterator[Any]):
         iteration, wait_s = self._iteration, 0.0
         if not self._lock.acquire(blocking=False):
             raise EpochError(
-                f"two threads take batches from one iteration of epoch {iteration.epoch} at a time; take them in one thread, "
+                f"two threads take batches from one iteration of epoch {iteration.epoch} at a time; take "
+                "them in one thread, "
                 "which hands them on to the others, over a queue.Queue for one"
             )
         try:
@@ -223,7 +224,8 @@ class Epochs:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
             warnings.warn(
-                f"{segment.missing} samples of epoch {iteration.epoch} are not cached any more since its state was "
+                f"{segment.missing} samples of epoch {iteration.epoch} are not cached any more since its "
+                "state was "
                 "saved, and are skipped",
                 stacklevel=4,
             )
@@ -265,8 +267,10 @@ class Epochs:
             job = find_job()
             if job is not None and job.size > 1:
                 raise EpochError(
-                    f"epoch {iteration.epoch} was begun before torch.distributed.init_process_group(), by one process alone, and "
-                    f"all {job.size} ranks would go on with the same samples; iterate the loader again, to share them"
+                    f"epoch {iteration.epoch} was begun before torch.distributed.init_process_group(), by "
+                    "one process alone, and "
+                    f"all {job.size} ranks would go on with the same samples; iterate the loader again, to "
+                    "share them"
                 )
 
     # --- between iterations
@@ -308,7 +312,8 @@ class Epochs:
         epoch = self._prepared_epoch()
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
             raise EpochError(
-                f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins with, and is for "
+                f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins "
+                "with, and is for "
                 "before it"
             )
         batch = self.window.peek(epoch, self.timeout_s)

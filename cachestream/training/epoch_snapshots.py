@@ -106,7 +106,8 @@ class EpochSnapshots:
         self._schema: Schema | None = None
 
     def take(self, context: DrawContext, opened_enough: Callable[[], bool]) -> EpochSnapshot:
-        """The snapshot of this rank's group, leased by this process, with shards mapped until `opened_enough()`.
+        """The snapshot of this rank's group, leased by this process, with shards mapped until
+        `opened_enough()`.
 
         The group's leader takes it, of shards that cover the samples that the epoch still takes; the others
         join its lease. Raises CacheStreamError and Cancelled.
@@ -135,7 +136,8 @@ class EpochSnapshots:
         pairs = zip(before.fields, schema.fields, strict=True)
         if changed := [field.name for old, field in pairs if old.is_read_as(field)]:
             logger.warning(
-                "%s: the integers of %s are floats from the next epoch on, because a sample holds a float there; "
+                "%s: the integers of %s are floats from the next epoch on, because a sample holds a float "
+                "there; "
                 "if that is a mistake, clear the cache and give int(…) in transform=",
                 self._cache.path,
                 " and ".join(map(repr, changed)),
@@ -201,7 +203,8 @@ class EpochSnapshots:
         if evicted:
             taken.lease.release()
             raise EpochError(
-                f"{self._cache.path}: {evicted} shards of epoch {position.epoch} were just evicted; bring them back "
+                f"{self._cache.path}: {evicted} shards of epoch {position.epoch} were just evicted; bring "
+                "them back "
                 "with 'cachestream refetch', with no worker running"
             )
         batch_size = self._options.batch_size

@@ -36,7 +36,8 @@ HINTS: Final = {
     "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
     **dict.fromkeys(
         ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
-        "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",
+        "one thread gathers at memory speed, and no process is needed; decoding runs in "
+        "start_worker(num_workers=)",
     ),
 }
 
@@ -131,7 +132,8 @@ def check_group_by(group_by: object, ragged: Ragged) -> None:
         )
     if isinstance(ragged, Mapping) and group_by in ragged:
         raise ConfigError(
-            f"group_by= and ragged= both name {group_by!r}: of one shape, it is a tensor; leave it out of ragged="
+            f"group_by= and ragged= both name {group_by!r}: of one shape, it is a tensor; leave it out of "
+            "ragged="
         )
 
 
@@ -142,7 +144,8 @@ def make_weights(weights: object) -> KeyWeights | None:
     if weights is True or isinstance(weights, Mapping):
         return KeyWeights(None if weights is True else weights)
     raise ConfigError(
-        f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by position "
+        f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by "
+        "position "
         "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
     )
 

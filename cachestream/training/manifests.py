@@ -158,7 +158,8 @@ def load_manifest(path: str) -> EpochManifest:
             values = json.load(file)
         if values["format"] != _FORMAT or values["version"] != _VERSION:
             raise ConfigError(
-                f"{path} is a {values['format']} of version {values['version']}, and this cachestream reads version {_VERSION}"
+                f"{path} is a {values['format']} of version {values['version']}, and this cachestream reads "
+                f"version {_VERSION}"
             )
         fills = values["fills"]
         shards = [
@@ -234,7 +235,8 @@ class Recorder:
     def _warn_of_late(self, late: set[Future[None]]) -> None:
         if late:
             warnings.warn(
-                f"{len(late)} of the manifests in {self._folder} are not written after {_CLOSE_S:g} s, and will be when "
+                f"{len(late)} of the manifests in {self._folder} are not written after {_CLOSE_S:g} s, and "
+                "will be when "
                 "the disk answers: do not replay from there before; record= a folder on a faster disk",
                 stacklevel=4,
             )
@@ -278,7 +280,8 @@ class Replay:
         self.epochs = sorted({int(match[1]) for match in names if match is not None})
         if not self.epochs:
             raise ConfigError(
-                f"replay={path!r} holds no manifests (epoch-000000.json, …); EpochLoader(record=…) writes them"
+                f"replay={path!r} holds no manifests (epoch-000000.json, …); EpochLoader(record=…) writes "
+                "them"
             )
 
     def segment(self, cache: Cache, epoch: int, index: int, leader: int) -> OrderRecord:
@@ -313,7 +316,8 @@ class Replay:
     def _segments(self, epoch: int, leader: int) -> tuple[EpochManifest, list[RecordedSegment]]:
         if epoch not in self.epochs:
             raise EpochError(
-                f"epoch {epoch} is not recorded in {self._folder}, which holds the epochs {_ranges(self.epochs)}"
+                f"epoch {epoch} is not recorded in {self._folder}, which holds the epochs "
+                f"{_ranges(self.epochs)}"
             )
         manifest = self._load(self._path(epoch, leader))
         return manifest, [segment for segment in manifest.segments if segment.batches]

@@ -302,7 +302,8 @@ class OrderRecord:
         asked = None if split is None else split.name
         if asked != self.split:
             raise ConfigError(
-                f"this epoch was drawn with split={self.split!r}, and this EpochLoader has split={asked!r}; give it the same"
+                f"this epoch was drawn with split={self.split!r}, and this EpochLoader has split={asked!r}; "
+                "give it the same"
             )
 
     def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> OrderRecord:

@@ -82,7 +82,8 @@ class Position:
         try:
             if state["version"] not in _READ:
                 raise ConfigError(
-                    f"this state has version {state['version']}, and this cachestream reads {_READ[0]} to {_VERSION}"
+                    f"this state has version {state['version']}, and this cachestream reads {_READ[0]} to "
+                    f"{_VERSION}"
                 )
             epoch, done, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
             first_step = int(state.get("first_step", 0))
@@ -91,7 +92,8 @@ class Position:
             if segment is None:
                 if done:
                     raise ConfigError(
-                        f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from is missing; "
+                        f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from "
+                        "is missing; "
                         "pass all that state_dict() gave"
                     )
                 return cls(epoch, first_step=first_step)

@@ -261,7 +261,9 @@ class Preparer:
             )
 
     def _await_samples(self, context: DrawContext, can_go_on: bool) -> None:
-        """Wait for samples if the epoch starts cold: nothing is recorded of it, or no recorded shard is cached."""
+        """Wait for samples if the epoch starts cold: nothing is recorded of it, or no recorded shard is
+        cached.
+        """
         record = (context.position.records or {}).get(self._cache.cache_id)
         try:
             if self._options.replay is None and (record is None or not self._has_shards_of(record)):
@@ -335,7 +337,8 @@ class Preparer:
             batches = (len(bounds) - 1) // group_size
             if not batches and position.records is None and options.replay is None:
                 raise NotEnoughSamplesError(
-                    f"{self._cache.path}: each of {group_size} ranks takes a batch, and {size} samples make only "
+                    f"{self._cache.path}: each of {group_size} ranks takes a batch, and {size} samples make "
+                    "only "
                     f"{len(bounds) - 1}; wait for more (min_samples=), or make smaller batches"
                 )
             return Plan(size, batch_size, group_size, batches, bounds), position.done + batches
@@ -348,10 +351,12 @@ class Preparer:
             if remaining is not None and remaining < batch_size * group_size:
                 raise ConfigError(
                     f"epoch_size={options.epoch_size} makes no batch of {batch_size} for each of "
-                    f"{self.ranks.num_data_ranks} ranks: give at least {batch_size * self.ranks.num_data_ranks}"
+                    f"{self.ranks.num_data_ranks} ranks: give at least "
+                    f"{batch_size * self.ranks.num_data_ranks}"
                 )
             raise NotEnoughSamplesError(
-                f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {group_size} ranks; "
+                f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {group_size} "
+                "ranks; "
                 "wait for more (min_samples=), or use a smaller batch_size or drop_last=False"
             )
         rest = batches
@@ -372,8 +377,10 @@ class Preparer:
         for rank in ranks.group:
             if answers[rank].get("order") != mine.get("order"):
                 raise RankMismatchError(
-                    f"rank {rank}'s sampler gave another order than rank {ranks.rank}'s: seed it the same on all "
-                    "ranks (a sampler with a `generator` attribute is seeded here), or use a DistributedSampler"
+                    f"rank {rank}'s sampler gave another order than rank {ranks.rank}'s: seed it the same "
+                    "on all "
+                    "ranks (a sampler with a `generator` attribute is seeded here), or use a "
+                    "DistributedSampler"
                 )
         total = min(answer["total"] for answer in answers) if position.total is None else position.total
         batches = min(answer["batches"] for answer in answers)

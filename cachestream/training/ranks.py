@@ -174,7 +174,8 @@ class StoreRanks(Ranks):
             for name in first | given:  # some settings are there only where an argument is given
                 if given.get(name) != first.get(name):
                     raise RankMismatchError(
-                        f"{self._names[r]} has {name}={given.get(name)!r}, rank 0 has {name}={first.get(name)!r}: "
+                        f"{self._names[r]} has {name}={given.get(name)!r}, rank 0 has "
+                        f"{name}={first.get(name)!r}: "
                         "give all ranks the same arguments, and make the loaders in the same order"
                     )
         caches = [str(hello["cache"]) for hello in hellos]
@@ -185,7 +186,8 @@ class StoreRanks(Ranks):
             first = firsts.setdefault(number, r)
             if caches[r] != caches[first]:
                 raise RankMismatchError(
-                    f"{self._names[r]} and {self._names[first]} are to get equal batches (replicate=), and have caches of "
+                    f"{self._names[r]} and {self._names[first]} are to get equal batches (replicate=), and "
+                    "have caches of "
                     "their own: let them share one, or replicate along dimensions within a node"
                 )
         return caches
@@ -256,7 +258,8 @@ class StoreRanks(Ranks):
             waited_s = time.monotonic() - began_s
             if waited_s > deadline_s:
                 raise RankMismatchError(
-                    f"{self._late(ranks, keys, done, deadline_s)}: dead, or stuck? See the log of that process; every "
+                    f"{self._late(ranks, keys, done, deadline_s)}: dead, or stuck? See the log of that "
+                    "process; every "
                     "rank must call cs.stream, or iterate its EpochLoader"
                 )
             if not announced and waited_s > ANNOUNCED_AT * deadline_s:
@@ -300,7 +303,8 @@ def unpack_numbers(text: str, kind: str = "<i8") -> npt.NDArray[Any]:
     return np.frombuffer(base64.b64decode(text), kind).astype(np.dtype(kind).newbyteorder("="))
 
 
-# Whether this process is in a job, as torch says it: at each task of a loader, one call of torch and none of ours.
+# Whether this process is in a job, as torch says it: at each task of a loader, one call of torch and none of
+# ours.
 is_initialized = dist.is_initialized if dist.is_available() else dist.is_available
 
 
@@ -389,7 +393,8 @@ def warn_of_kept_store() -> None:
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if kept and set(job.values()) == {"0"} and os.environ.get("WORLD_SIZE", "1") != "1" and is_elastic():
         logger.warning(
-            "torchrun keeps its store when it starts the ranks again (--max-restarts), and init_process_group() may then "
+            "torchrun keeps its store when it starts the ranks again (--max-restarts), and "
+            "init_process_group() may then "
             "connect to ranks that are gone: it fails, or hangs for 30 minutes. Start torchrun with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d or --standalone"
         )

@@ -37,7 +37,8 @@ class Replication:
             return rank // self.each
         if len(self.numbers) != size:
             raise ConfigError(
-                f"mesh= has {len(self.numbers)} ranks, and the job {size}: give the mesh of all ranks, not a part of it"
+                f"mesh= has {len(self.numbers)} ranks, and the job {size}: give the mesh of all ranks, not "
+                "a part of it"
             )
         return int(self.numbers[rank])
 
@@ -56,7 +57,8 @@ def make_replication(mesh: Any, replicate: int | str | Iterable[str] | None) -> 
             return Replication()
         if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
             raise ConfigError(
-                f"replicate={replicate!r}: give the number of consecutive ranks that get equal batches, or the names of "
+                f"replicate={replicate!r}: give the number of consecutive ranks that get equal batches, or "
+                "the names of "
                 "dimensions beside mesh="
             )
         return Replication(replicate)
@@ -65,7 +67,8 @@ def make_replication(mesh: Any, replicate: int | str | Iterable[str] | None) -> 
         raise ConfigError(f"mesh={mesh!r}: give a torch DeviceMesh with mesh_dim_names")
     if replicate is None or isinstance(replicate, int):
         raise ConfigError(
-            f"mesh= and replicate={replicate!r}: give the dimensions whose ranks get equal batches, of {', '.join(names)}"
+            f"mesh= and replicate={replicate!r}: give the dimensions whose ranks get equal batches, of "
+            f"{', '.join(names)}"
         )
     wanted = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     for name in wanted:
@@ -76,6 +79,7 @@ def make_replication(mesh: Any, replicate: int | str | Iterable[str] | None) -> 
     groups = np.broadcast_to(np.arange(math.prod(kept)).reshape(kept), ranks.shape)
     if sorted(ranks.ravel().tolist()) != list(range(ranks.size)):
         raise ConfigError(
-            f"mesh= has the ranks {ranks.ravel().tolist()[:16]}: give the mesh of all ranks of the job, not a part of it"
+            f"mesh= has the ranks {ranks.ravel().tolist()[:16]}: give the mesh of all ranks of the job, not "
+            "a part of it"
         )
     return Replication(numbers=groups.ravel()[np.argsort(ranks.ravel())], names=wanted)

@@ -89,7 +89,8 @@ def check_sampler(sampler: object) -> None:
         )
     if isinstance(sampler, Iterator) and iter(sampler) is sampler:
         raise ConfigError(
-            f"sampler={sampler!r} is an iterator, which ends after one epoch; give what can be iterated again, such as a list "
+            f"sampler={sampler!r} is an iterator, which ends after one epoch; give what can be iterated "
+            "again, such as a list "
             "or a torch sampler, or a function of the dataset that returns an iterator for each epoch"
         )
 
@@ -133,7 +134,8 @@ def evaluate(
     made = sampler if isinstance(sampler, Sampler) or not callable(sampler) else sampler(dataset)
     if not hasattr(made, "__iter__"):
         raise ConfigError(
-            f"the sampler {sampler!r} returned {made!r} for the epoch's dataset: let it return a torch sampler, or the numbers "
+            f"the sampler {sampler!r} returned {made!r} for the epoch's dataset: let it return a torch "
+            "sampler, or the numbers "
             "of samples"
         )
     fitted = _fitted(made, dataset, epoch)
@@ -193,7 +195,8 @@ def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:
         batches.append(batch)
     if most is not None and count < most:
         raise ConfigError(
-            f"the sampler's batches have {count} samples together, and epoch_size asks for {most}: let it give as many, or "
+            f"the sampler's batches have {count} samples together, and epoch_size asks for {most}: let it "
+            "give as many, or "
             "leave epoch_size out"
         )
     return batches
@@ -205,7 +208,8 @@ def _is_batch(drawn: Any) -> bool:
 
 def _refuse_endless(size: int) -> NoReturn:
     raise ConfigError(
-        f"the sampler does not end: it gave more than {_ENDLESS} times the dataset's {size} samples; say with epoch_size= how "
+        f"the sampler does not end: it gave more than {_ENDLESS} times the dataset's {size} samples; say "
+        "with epoch_size= how "
         "many make an epoch"
     )
 
@@ -220,7 +224,8 @@ def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
     elif isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != len(dataset):  # type: ignore[arg-type]
         raise ConfigError(
             f"the WeightedRandomSampler has {len(sampler.weights)} weights for a dataset of {len(dataset)}: "  # type: ignore[arg-type]
-            "the cache changes from epoch to epoch; give a function that gets the dataset and returns a sampler, "
+            "the cache changes from epoch to epoch; give a function that gets the dataset and returns a "
+            "sampler, "
             "or weights by key (weights=)"
         )
     elif hasattr(sampler, "data_source"):
@@ -254,7 +259,8 @@ def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
     if len(outside):
         raise ConfigError(
             f"the sampler asks for sample {outside[0]} of a dataset of {size}: the cache, and with it the "
-            "dataset, changes from epoch to epoch; give a function that gets the dataset and returns a sampler"
+            "dataset, changes from epoch to epoch; give a function that gets the dataset and returns a "
+            "sampler"
         )
     return Selection(indices, bounds, shared)
 
@@ -267,6 +273,7 @@ def _indices(drawn: Any) -> IntArray:
         raise ConfigError(f"the sampler yields something else than sample numbers ({error})") from error
     if len(given) and given.dtype.kind not in "iu":
         raise ConfigError(
-            f"the sampler yields {reprlib.repr(given[0])}: give the numbers of samples (of a mask: where it is true)"
+            f"the sampler yields {reprlib.repr(given[0])}: give the numbers of samples (of a mask: where it "
+            "is true)"
         )
     return given.astype(np.int64, copy=False)

@@ -84,7 +84,9 @@ class Counts:
 
 @dataclass(slots=True)
 class _Epoch:
-    """The running epoch: its beginning, also since 1970, the counts then, and the shards that it is drawn from."""
+    """The running epoch: its beginning, also since 1970, the counts then, and the shards that it is drawn
+    from.
+    """
 
     number: int = 0
     began_at_s: float = 0.0
@@ -148,7 +150,9 @@ class Meter:
         self._gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
 
     def report(self) -> None:
-        """Have the figures so far written. Called at most every quarter of a second, once `report_at_s` is past."""
+        """Have the figures so far written. Called at most every quarter of a second, once `report_at_s` is
+        past.
+        """
         self.report_at_s = self.last_s + _REPORT_S
         self._note_epoch()
         self._report = LoaderReport(

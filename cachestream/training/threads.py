@@ -51,8 +51,8 @@ class Flag:
 
 
 def watched(wait: Callable[[float], object], left_s: float) -> float:
-    """Wait for a moment of the `left_s`; return the seconds that passed, without time in which the whole process
-    was stopped (SIGSTOP).
+    """Wait for a moment of the `left_s`; return the seconds that passed, without time in which the whole
+    process was stopped (SIGSTOP).
     """
     began_s = time.monotonic()
     wait(min(left_s, WATCH_S))
@@ -63,7 +63,8 @@ def check_process(pid: int) -> None:
     """Raise EpochError in a child that was forked from process `pid`."""
     if pid != os.getpid():
         raise EpochError(
-            f"this EpochLoader belongs to process {pid}: threads do not survive a fork; make one in each process"
+            f"this EpochLoader belongs to process {pid}: threads do not survive a fork; make one in each "
+            "process"
         )
 
 

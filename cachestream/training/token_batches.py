@@ -40,8 +40,8 @@ def check_max_tokens(max_tokens: object) -> None:
 def token_batches(
     dataset: EpochDataset, options: LoaderOptions, size: int, key: int, ranks: int
 ) -> tuple[IntArray, IntArray]:
-    """Batches of `size` samples of `dataset`, at most `max_tokens` in each, for all `ranks`: the samples, int64
-    `[n]`, and the bounds of batches, int64 `[batches + 1]`.
+    """Batches of `size` samples of `dataset`, at most `max_tokens` in each, for all `ranks`: the samples,
+    int64 `[n]`, and the bounds of batches, int64 `[batches + 1]`.
 
     Raises ConfigError for a sample longer than the budget, and for a field without lengths.
     """

@@ -43,8 +43,8 @@ class LateError(EpochError):
 class Wanted:
     """The position that a segment is to be prepared from, with the ranks of `job`, until `cancelled` is set.
 
-    `generation`: the number of jumps (set_epoch, load_state_dict) since this rank joined the job. It is the same
-    on all ranks, and renames the rounds in which they agree, so that a failed one can be repeated.
+    `generation`: the number of jumps (set_epoch, load_state_dict) since this rank joined the job. It is the
+    same on all ranks, and renames the rounds in which they agree, so that a failed one can be repeated.
     """
 
     position: Position
@@ -396,7 +396,8 @@ class Window:
             what = f"gathering epoch {epoch}, batch {task.first + 1}"
         waiting = sum(len(task.batches) for task in self._tasks if task.done is not None and task.done.is_set)
         return LateError(
-            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): {what}; {waiting} batches after it are. Is the disk "
+            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): {what}; {waiting} batches after "
+            "it are. Is the disk "
             "hanging, or the batch_transform?"
         )
 

@@ -89,9 +89,9 @@ class Body:
 class Backend:
     """An open filesystem of fsspec, where its calls run, and the requests of its kind of remote.
 
-    An asynchronous filesystem serves all threads. `streams`: every answer tells the version, and its bytes can
-    be read as they arrive; otherwise a call returns none before all are there. `takes_parts`: the parts of a
-    large file are best requested by themselves, several at once.
+    An asynchronous filesystem serves all threads. `streams`: every answer tells the version, and its bytes
+    can be read as they arrive; otherwise a call returns none before all are there. `takes_parts`: the parts
+    of a large file are best requested by themselves, several at once.
     """
 
     is_async = streams = takes_parts = True
@@ -139,8 +139,9 @@ class _StreamingBackend(Backend):
     """A server that sends the size and the version with each answer, and the bytes as they are read."""
 
     async def stat(self, path: str) -> Version:
-        # Not by HEAD: its errors have no body, whose code tells bad credentials and a missing bucket from an object
-        # that is denied or missing; a signed URL may allow GET alone; and S3's client takes twice as long for it.
+        # Not by HEAD: its errors have no body, whose code tells bad credentials and a missing bucket from an
+        # object that is denied or missing; a signed URL may allow GET alone; and S3's client takes twice as
+        # long for it.
         body = await self.open_range(path, 0, 1, Version())
         try:
             await body.read(1)

@@ -78,7 +78,8 @@ def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _with_s3_limits(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` for s3fs, with our deadlines and pool size unless the user gave others, and no retries.
+    """Return `options` for s3fs, with our deadlines and pool size unless the user gave others, and no
+    retries.
 
     The retries of botocore and s3fs multiply to several minutes without a sign of life. `ask` retries, and
     the caller of a source.
@@ -248,7 +249,9 @@ class Remote:
         return filesystem, str(path)
 
     def path_of(self, url: str) -> str:
-        """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this Remote's."""
+        """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this
+        Remote's.
+        """
         if "::" in url:
             return self.driver().path
         return str(fsspec.get_filesystem_class(self.protocol)._strip_protocol(url))

@@ -70,7 +70,8 @@ class RemoteObject:
             self.check(self._stat() if self._local is None else self._local.stat())
         if self.version.size_bytes < 0:
             raise SampleError(
-                f"{self.shown}: the server does not tell its size, or packs it on the way, and reading it in parts "
+                f"{self.shown}: the server does not tell its size, or packs it on the way, and reading it "
+                "in parts "
                 "needs the size"
             )
         return self.version
@@ -123,9 +124,9 @@ class RemoteObject:
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
 
-        Reads that are gathered on one event loop send all their requests first. Each then holds up the loop, which
-        serves nothing else, until its own bytes have come: to wait on it takes a quarter more of a processor.
-        Not for local files.
+        Reads that are gathered on one event loop send all their requests first. Each then holds up the loop,
+        which serves nothing else, until its own bytes have come: to wait on it takes a quarter more of a
+        processor. Not for local files.
         """
         memory = _Memory(self.remote.most_bytes, stop)
         with closing(Download(self, start, memory.room, stop, patience_s=_patience_s())) as download:

@@ -147,7 +147,8 @@ class Lister:
             self.process.start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
         elif self._job.has_names:
             logger.warning(
-                "the names of the units cannot be stored: what is cached under another listing is fetched again"
+                "the names of the units cannot be stored: what is cached under another listing is fetched "
+                "again"
             )
         elif self._is_next:
             logger.warning(

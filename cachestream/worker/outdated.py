@@ -1,7 +1,7 @@
 """The shards that another transform has made, by the samples that they hold.
 
-Their units are read anew, in the order of the shards. The transaction that publishes new samples takes the shards
-that hold these samples out of the cache: no epoch has a sample in two versions.
+Their units are read anew, in the order of the shards. The transaction that publishes new samples takes the
+shards that hold these samples out of the cache: no epoch has a sample in two versions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cachestream.worker.order import END
 
 
 def pieces_of(spans: IntArray) -> IntArray:
-    """The positions in which `spans` lie, int64 `[n, 3]`: each with the offset of the first sample, and the one
-    after the last.
+    """The positions in which `spans` lie, int64 `[n, 3]`: each with the offset of the first sample, and the
+    one after the last.
     """
     first, offset, last, until = spans.T
     counts = last + (until > 0) - first

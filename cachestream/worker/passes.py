@@ -179,7 +179,8 @@ def _adopt(cache: Cache, job: Job) -> FillState:
             if state.num_shards:
                 raise ConfigError(
                     f"the cache at {cache.path} was filled from another source ({state.source}, not "
-                    f"{job.fingerprint}); use another directory, or empty this one with 'cachestream clear CACHE'"
+                    f"{job.fingerprint}); use another directory, or empty this one with 'cachestream clear "
+                    "CACHE'"
                 )
             return True
         _check_labels(cache, state, names)
@@ -199,8 +200,10 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         return
     if known.count > len(names) or Names(names[: known.count]).digest != known.digest:
         raise ConfigError(
-            f"{cache.path} was filled when its source had {known.count:,} label names. Now it has {len(names):,}, and the "
-            "numbers in the cache mean other names: run 'cachestream clear CACHE', or give label= a function of the path"
+            f"{cache.path} was filled when its source had {known.count:,} label names. Now it has "
+            f"{len(names):,}, and the "
+            "numbers in the cache mean other names: run 'cachestream clear CACHE', or give label= a "
+            "function of the path"
         )
 
 

@@ -239,8 +239,10 @@ class Requests:
         if self._misfits >= _MISFITS:
             raise GiveUpError(
                 "",
-                f"the transform has changed, and makes samples with other fields than those cached ({failures[0].reason}), "
-                "which therefore cannot be replaced one by one: empty the cache ('cachestream clear'), or use another "
+                "the transform has changed, and makes samples with other fields than those cached "
+                f"({failures[0].reason}), "
+                "which therefore cannot be replaced one by one: empty the cache ('cachestream clear'), or "
+                "use another "
                 "directory",
             )
 

@@ -293,7 +293,8 @@ class Supervisor:
         except UnwantedError:
             self._tick_at_s = 0.0  # the next tick ends the loop
         except CacheLockedError:
-            # By a process that was stopped, a trainer for one: this process has waited for it, and was not suspended.
+            # By a process that was stopped, a trainer for one: this process has waited for it, and was not
+            # suspended.
             self._ticked_s = time.monotonic()
             logger.exception("the catalogue is locked")
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over

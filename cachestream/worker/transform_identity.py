@@ -67,8 +67,8 @@ def transform_identity(transform: Any) -> str:
 def identity_of_samples(transform: str, made_with: str, recorded: str) -> str:
     """The identity of what makes samples: a transform, by its own, and the options of a source `made_with`.
 
-    `recorded`: the identity in a cache that was filled from this very source. One that names the transform alone
-    was recorded before the options counted; it holds for these.
+    `recorded`: the identity in a cache that was filled from this very source. One that names the transform
+    alone was recorded before the options counted; it holds for these.
     """
     if not made_with or not transform or recorded == transform:
         return transform

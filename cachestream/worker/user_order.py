@@ -178,7 +178,8 @@ def _unit_numbers(drawn: Iterable[Any]) -> Iterator[int]:
             number = operator.index(unit)
         except TypeError:
             raise ConfigError(
-                f"order: the sampler gave {reprlib.repr(unit)}; it must give unit numbers, one by one and not in batches"
+                f"order: the sampler gave {reprlib.repr(unit)}; it must give unit numbers, one by one and "
+                "not in batches"
             ) from None
         yield number
 
@@ -194,7 +195,8 @@ def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partitio
     units: IntArray = np.fromiter(islice(_unit_numbers(drawn), most + 1), np.int64)
     if len(units) > most:
         raise ConfigError(
-            f"order: the sampler has given {most:,} units and goes on; it must end after one pass over the units"
+            f"order: the sampler has given {most:,} units and goes on; it must end after one pass over the "
+            "units"
         )
     if not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(

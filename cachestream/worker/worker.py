@@ -127,8 +127,10 @@ class Worker:
             )
         if state.phase == "filling" or lost_worker(self.cache.directory) is not None:
             raise WorkerError(
-                f"the worker of {self.cache.path} ended without a word: it was killed, or could not write (its last output "
-                f"is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it stopped"
+                f"the worker of {self.cache.path} ended without a word: it was killed, or could not write "
+                "(its last output "
+                f"is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it "
+                "stopped"
             )
         return False
 
@@ -172,7 +174,8 @@ class Worker:
         else:
             process = self.cache.status().worker
             raise WorkerError(
-                f"the worker of {self.cache.path} (pid {process.pid if process else '?'}) is still there after "
+                f"the worker of {self.cache.path} (pid {process.pid if process else '?'}) is still there "
+                "after "
                 f"{timeout_s:.0f} s; kill that process: the cache stays sound"
             )
         if self._monitor is not None:
@@ -227,43 +230,47 @@ def start_worker(
     One supervisor a cache: when one runs already, started by any process, this attaches to it.
 
     Args:
-        cache: a Cache, or the path of one.
-        source: a Source, or anything that `open_source` takes.
+        cache: a Cache, or the path of one. source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4), or Ray actors (default: 8).
-        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. A list or a
-            generator is several samples, with the keys `key/0`, `key/1`, …; a tuple is one. Or
-            `fn(sample, rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit):
-            the same draws on every attempt. Or `pack_tokens(…)`.
-        shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
-        order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler
-            over units, or a curriculum: weights as a function of the progress in passes, by which units come once
-            a pass.
-        seed: of the order, and of the generators that sources get.
-        bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
-        when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
-        detach: let the worker outlive this process (stop it with `cachestream stop`).
-        concurrency: units in flight in each process, 1 to 64 (default 16).
-        hang_timeout_s: a process in which one sample takes longer (30) is killed and restarted. A unit that does
-            not answer for a third of this time lets others go first; after four times this time it is left out,
-            if its remote answers otherwise.
-        partition: `(i, n)`, from 0: the share of node i of n. Shares are disjoint and complete, whatever order,
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. A list or
+        a
+            generator is several samples, with the keys `key/0`, `key/1`, …; a tuple is one. Or `fn(sample,
+            rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same
+            draws on every attempt. Or `pack_tokens(…)`.
+        shard_size: bytes of a full shard (default 64 MB, or less in a small cache). order: "shuffle" (anew
+        each pass), "sequential", weights (one a unit, with replacement), a torch Sampler
+            over units, or a curriculum: weights as a function of the progress in passes, by which units come
+            once a pass.
+        seed: of the order, and of the generators that sources get. bandwidth_limit: bytes a second for all
+        processes together, such as "40MB/s". when_full: "evict" what epochs have used, "wait" until the limit
+        is raised, or "stop". detach: let the worker outlive this process (stop it with `cachestream stop`).
+        concurrency: units in flight in each process, 1 to 64 (default 16). hang_timeout_s: a process in which
+        one sample takes longer (30) is killed and restarted. A unit that does
+            not answer for a third of this time lets others go first; after four times this time it is left
+            out, if its remote answers otherwise.
+        partition: `(i, n)`, from 0: the share of node i of n. Shares are disjoint and complete, whatever
+        order,
             seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal, so that a
             job that is started again finds it at work. After an orderly exit it does not go on.
         holdout: the share of the samples that is held out of training, by their keys
-            (`EpochLoader(split=, holdout=)`). These are kept, up to half of the limit, while others are replaced.
-        engine: "local", or "ray": actors anywhere in a Ray cluster read, decode and transform the units, and this
+            (`EpochLoader(split=, holdout=)`). These are kept, up to half of the limit, while others are
+            replaced.
+        engine: "local", or "ray": actors anywhere in a Ray cluster read, decode and transform the units, and
+        this
             cache's own process writes the shards. The samples are the same. See the guide, "Ray clusters".
-        ray_options: options of these actors, such as `{"num_cpus": 2}`, as `ray.remote` takes them.
-        share: the name of a group of caches in a Ray cluster that fill from one source with one transform, order
+        ray_options: options of these actors, such as `{"num_cpus": 2}`, as `ray.remote` takes them. share:
+        the name of a group of caches in a Ray cluster that fill from one source with one transform, order
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
-        share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
+        share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it
+        is
             away later. Else a warning says so, and each cache reads all of the remote.
-        on_change: what becomes of cached samples that another `transform` has made, or other options of the source
+        on_change: what becomes of cached samples that another `transform` has made, or other options of the
+        source
             that make samples (`resize=`, `crop=`, `fields=`). "replace": their units are read anew, shard by
             shard, and each sample is used until the new one takes its place; "keep": they stay until they are
-            evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a group
-            (`share=`) keep theirs.
+            evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a
+            group (`share=`) keep theirs.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
     pickled.
@@ -292,7 +299,8 @@ def start_worker(
     with head_start(cache, protocols_of(source)) as launch:
         with _warn_if_slow(
             _OPENING_S,
-            f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not "
+            f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote "
+            "does not "
             "answer, or it lists slowly",
         ):
             opened = open_source(source)
@@ -302,8 +310,10 @@ def start_worker(
             choose_split(cache, "train", holdout)  # a start that the job refuses stores no share
         with _warn_if_slow(
             _STARTING_S,
-            f"{cache.path}: its worker has not started within {_STARTING_S:g} s (the call gives up after three minutes at most): another "
-            f"process holds {cache.directory.worker_file('attach.lock')} while it starts or stops a worker, or the machine is "
+            f"{cache.path}: its worker has not started within {_STARTING_S:g} s (the call gives up after "
+            "three minutes at most): another "
+            f"process holds {cache.directory.worker_file('attach.lock')} while it starts or stops a worker, "
+            "or the machine is "
             f"very busy; see {cache.directory.worker_file('log.txt')}",
         ):
             return _start_or_attach(cache, job, launch, detach, linger_s)
@@ -331,7 +341,9 @@ def _job(options: WorkerOptions, cache: Cache, source: Source) -> Job:
 
 
 def _check_cluster(cache: Cache, job: Job) -> None:
-    """Log a warning if the job needs a cluster and none answers; raise SourceUnavailableError if it is required."""
+    """Log a warning if the job needs a cluster and none answers; raise SourceUnavailableError if it is
+    required.
+    """
     if job.cluster is None:
         return
     try:
@@ -342,7 +354,8 @@ def _check_cluster(cache: Cache, job: Job) -> None:
         then = "its actors read nothing until one does"
         if not job.cluster.num_actors:
             then = (
-                f"the group {job.cluster.group!r} shares nothing until one does, and each of its caches reads all "
+                f"the group {job.cluster.group!r} shares nothing until one does, and each of its caches "
+                "reads all "
                 "of the remote (share_required=True refuses that)"
             )
         logger.warning("%s: %s; %s", cache.path, error, then)
@@ -362,14 +375,17 @@ def _heed_change(cache: Cache, job: Job, *, is_running: bool) -> Job:
             f"{others} of the {state.num_samples} samples in it were made" if others else "a worker fills it"
         )
         raise ConfigError(
-            f"{cache.path}: {made} by another transform (its code differs, a value bound to it, or an option such as resize=), and "
-            "on_change='refuse': 'replace' has them read anew and 'keep' leaves them, once no worker runs; or give the "
+            f"{cache.path}: {made} by another transform (its code differs, a value bound to it, or an "
+            "option such as resize=), and "
+            "on_change='refuse': 'replace' has them read anew and 'keep' leaves them, once no worker runs; "
+            "or give the "
             "transform of before, or another directory"
         )
     if is_other:
         job = replace(job, on_change="keep")
         logger.warning(
-            "the transform has changed, and the worker that already fills %s goes on with the one before: stop it "
+            "the transform has changed, and the worker that already fills %s goes on with the one before: "
+            "stop it "
             "first ('cachestream stop', worker.stop()), or use another directory",
             cache.path,
         )
@@ -422,7 +438,8 @@ def _difference(cache: Cache, job: Job) -> str:
     if share != job.partition:
         return (
             f"a worker is filling {cache.path} with the share {share or 'of one node alone'}, not "
-            f"{job.partition or 'all units'}; give all processes that use one cache the same partition (cs.stream "
+            f"{job.partition or 'all units'}; give all processes that use one cache the same partition "
+            "(cs.stream "
             "finds one by itself under torch.distributed, unless it is given partition=)"
         )
     wanted = describe(job.cluster)
@@ -430,7 +447,8 @@ def _difference(cache: Cache, job: Job) -> str:
         running = file.read() or wanted  # nothing yet: it is about to begin, or about to fail
     if running != wanted:
         return (
-            f"a worker is filling {cache.path} with {running}, not {wanted}; give all processes that use one cache "
+            f"a worker is filling {cache.path} with {running}, not {wanted}; give all processes that use "
+            "one cache "
             "the same engine= and share=, or stop that worker first"
         )
     return ""

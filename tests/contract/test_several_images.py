@@ -58,7 +58,7 @@ def parquet(tmp_path: Path, **columns: Any) -> str:
         (pa.list_(pa.binary()), bytes),
         (pa.list_(pa.large_binary()), bytes),
     ],
-    ids=str,
+    ids=["structs", "large-structs", "binary", "large-binary"],
 )
 def test_a_list_of_files_is_an_array_of_decoded_images(
     tmp_path: Path, kind: Any, of: Callable[[bytes], Any]

@@ -275,7 +275,8 @@ def stack_images(images: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         return np.empty((0, 3, 0, 0), np.uint8)
     if len({image.shape for image in images}) > 1:
         raise ValueError(
-            "images of several sizes, which make no array: give all one size (resize= and crop=, where the source has them)"
+            "images of several sizes, which make no array: give all one size (resize= and crop=, where the "
+            "source has them)"
         )
     return np.stack(images)
 

@@ -162,7 +162,8 @@ class FieldAddresses:
 
     def _changed(self, position: int) -> ChangedShardError:
         return ChangedShardError(
-            f"shard {position + 1} of the epoch has changed on the disk since it was verified (the offsets of "
+            f"shard {position + 1} of the epoch has changed on the disk since it was verified (the offsets "
+            "of "
             f"{self.field.name!r}); run 'cachestream verify CACHE --repair'",
             position,
         )
@@ -245,7 +246,8 @@ class EpochMaps:
     def _read(
         self, what: str, read: Callable[[MappedShard], npt.NDArray[Any]], absent: np.generic
     ) -> tuple[IntArray, list[tuple[int, CorruptShardError]]]:
-        """The value `what` of each sample of the snapshot, which `read` gives for a shard, and the damaged shards.
+        """The value `what` of each sample of the snapshot, which `read` gives for a shard, and the damaged
+        shards.
 
         Those of shards that later epochs have too are kept for them.
         """
@@ -264,7 +266,8 @@ class EpochMaps:
         rows, _ = self._read("#rows", lambda shard: np.arange(shard.num_samples, dtype=np.int32), np.int32(0))
         if len(rows) != snapshot.num_samples:
             raise CacheError(
-                f"{snapshot.root}: its shards hold {len(rows)} samples of the split '{snapshot.split.name}', and the "
+                f"{snapshot.root}: its shards hold {len(rows)} samples of the split "
+                f"'{snapshot.split.name}', and the "
                 f"catalogue has {snapshot.num_samples}; run 'cachestream verify CACHE --repair'"
             )
         return rows

@@ -73,8 +73,8 @@ class _End(weakref.ref[Any]):
 class PinnedMemory:
     """The pinned memory of a pool: at most `limit_bytes` (None: no limit). Thread-safe.
 
-    torch rounds its size up to a power of two, and keeps what is freed for the next buffer of that size: so what
-    counts is the largest number of buffers of each size that were there at once.
+    torch rounds its size up to a power of two, and keeps what is freed for the next buffer of that size: so
+    what counts is the largest number of buffers of each size that were there at once.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:

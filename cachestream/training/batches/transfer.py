@@ -168,7 +168,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield part
         elif isinstance(part, Iterator):
             raise ConfigError(
-                f"batch_transform returned a {type(part).__qualname__}, whose tensors cannot be found: return tensors in a "
+                f"batch_transform returned a {type(part).__qualname__}, whose tensors cannot be found: "
+                "return tensors in a "
                 "dict, a list, a tuple or a dataclass"
             )
         elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:

@@ -227,7 +227,8 @@ class Sampler:
         self._writer.publish_all()
         if not self._writer.status.has_samples:
             raise WorkerError(
-                f"nothing could be read, {len(self._refused)} units refused, the last one: {self._refused[-1].error}"
+                f"nothing could be read, {len(self._refused)} units refused, the last one: "
+                f"{self._refused[-1].error}"
             )
         self._skip_refused()
 

@@ -194,7 +194,8 @@ class _Account:
     beat_s: float = 0.0
 
 
-# Of the unit that is read. A context variable, as a library may fetch in an event loop or a thread pool of its own.
+# Of the unit that is read. A context variable, as a library may fetch in an event loop or a thread pool of
+# its own.
 _current: Final[ContextVar[_Account | None]] = ContextVar("account", default=None)
 
 
