@@ -144,9 +144,8 @@ def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> 
 def _summary(epochs: list[EpochDone], status: CacheStatus, peak_bytes: int) -> str:
     last, waited = epochs[-1], sum(event.wait * event.seconds for event in epochs)
     return (
-        f"{last.accuracy:.0%} accuracy after {last.epoch} epochs. {last.seen:.0%} of the remote went "
-        "through a cache "
-        f"of {format_size(peak_bytes)} at most\n(limit {format_size(status.size_limit)}); "
+        f"{last.accuracy:.0%} accuracy after {last.epoch} epochs. {last.seen:.0%} of the remote went through "
+        f"a cache of {format_size(peak_bytes)} at most\n(limit {format_size(status.size_limit)}); "
         f"{status.evicted_samples:,} samples were evicted, and training waited "
         f"{waited / sum(event.seconds for event in epochs):.1%} of its time."
     )

@@ -173,10 +173,8 @@ class FilesFormat(Format):
         if label is None:
             raise SampleError(
                 f"{file.where}: has no label: while a listing grows, only folders beside those of the first "
-                "files "
-                "have one; clear the cache, and give first_names=None to list all before, label= a function "
-                "of "
-                "the path, or label=None"
+                "files have one; clear the cache, and give first_names=None to list all before, label= a "
+                "function of the path, or label=None"
             )
         return {"label": label}
 
@@ -395,9 +393,8 @@ def _find_together(files: FileList, fields: Mapping[str, Any] | None) -> tuple[T
     )
     example = next(filter(together.is_sample, names), files.names[0])
     logger.warning(
-        "%s: files that belong together are one sample: %s and %s; to read each file as a sample of its "
-        "own, give "
-        "extensions='*'",
+        "%s: files that belong together are one sample: %s and %s; to read each file as a sample of its own, "
+        "give extensions='*'",
         files.shown,
         example,
         ", ".join([*(f"{one.name_for(example)} as {one.field!r}" for one in partners), *tables]),
@@ -424,10 +421,9 @@ def _keep_samples(files: FileList, together: Together) -> int:
     if left_out:
         listed = "the first " if files.is_open else ""
         logger.warning(
-            "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
-            "to read several kinds, name them with extensions=; to give each sample what another file says "
-            "of it, such as "
-            "a text, give label= a function of its path",
+            "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; to read several "
+            "kinds, name them with extensions=; to give each sample what another file says of it, such as a "
+            "text, give label= a function of its path",
             files.shown,
             _KIND_NAMES[kind],
             len(left_out),

@@ -157,8 +157,7 @@ class LinesFormat(Format):
         if is_open and len(names) == 1 and (other := _other_delimiter([names, *first], delimiter)):
             logger.warning(
                 "%s: its values stand between %r and not between %r, and so it is read, with all files of "
-                "its ending; "
-                "say delimiter=%r if that is right, else delimiter=%r",
+                "its ending; say delimiter=%r if that is right, else delimiter=%r",
                 *(where, other, delimiter, other, delimiter),
             )
             self._found[delimiter] = other
@@ -380,8 +379,7 @@ def _cut_short(stream: Stream, least_bytes: int) -> SampleError:
     ends = min(stream.position, stream.size_bytes or stream.position)
     return SampleError(
         f"{stream.where}: ends after {ends:,} bytes, and had more than {least_bytes:,} when it was opened; "
-        "its last "
-        "lines are gone"
+        "its last lines are gone"
     )
 
 

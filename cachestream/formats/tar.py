@@ -88,8 +88,7 @@ class Decoders:
             if not str(extension).strip(".") or not (callable(decoder) or decoder in ("index", "raw")):
                 raise ConfigError(
                     f"decoders={{{extension!r}: {decoder!r}}}: give functions of bytes by extension, such as "
-                    "{'pkl': pickle.loads}, or 'index', for the values of a mask or of depth as they are "
-                    "stored, "
+                    "{'pkl': pickle.loads}, or 'index', for the values of a mask or of depth as they are stored, "
                     "or 'raw', for the bytes"
                 )
         self._own = {str(extension).strip(".").lower(): decoder for extension, decoder in given.items()}

@@ -376,8 +376,7 @@ def _sample_files(reader: TarReader, stream: Stream, cut: Cut | None) -> Iterato
     if cut is None and others and is_empty:
         raise TarError(
             f"it holds no samples: none of its {others:,} files has a name with an extension, such as "
-            "0001.jpg "
-            f"(the first is {example[:100]!r})"
+            f"0001.jpg (the first is {example[:100]!r})"
         )
     if cut is not None and cut.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):
         raise TarError("it holds a tar itself, and cannot be read in parts; give samples_per_visit=0")

@@ -95,8 +95,7 @@ class TokensFile(ArrayFile):
 def _tell(shown: str, name: str) -> None:
     logger.warning(
         "%s: has no header and no index that tell the type of its tokens: they are read as %s, as the first "
-        "of "
-        "them look; give dtype= to say it",
+        "of them look; give dtype= to say it",
         shown,
         name,
     )

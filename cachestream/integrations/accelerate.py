@@ -30,8 +30,7 @@ def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoa
     if accelerator.split_batches or accelerator.dispatch_batches:
         raise ConfigError(
             "split_batches and dispatch_batches would have no effect: every rank gets batches of its own "
-            "from its "
-            "EpochLoader, of that loader's batch_size; leave them out of the DataLoaderConfiguration"
+            "from its EpochLoader, of that loader's batch_size; leave them out of the DataLoaderConfiguration"
         )
     accelerator.register_for_checkpointing(loader)
     return PreparedLoader(accelerator, loader)

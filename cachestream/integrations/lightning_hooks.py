@@ -117,9 +117,8 @@ def _warn_of_schedule(trainer: Any) -> None:
         if config.interval == "step" and end is not None:
             warnings.warn(
                 f"{type(config.scheduler).__name__} ends after {end} steps, and epochs get longer while the "
-                "cache is filling: "
-                "give the EpochLoader an epoch_size, or the Trainer max_steps, and the schedule that many "
-                "steps",
+                "cache is filling: give the EpochLoader an epoch_size, or the Trainer max_steps, and the "
+                "schedule that many steps",
                 stacklevel=2,
             )
 

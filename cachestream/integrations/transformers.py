@@ -45,8 +45,8 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if strategy != "random":
             raise ConfigError(
                 f"'{strategy}' in the TrainingArguments would have no effect: the EpochLoader makes the "
-                "batches. Give it "
-                "shuffle=False, or a sampler= that sorts by length, and leave that argument out"
+                "batches. Give it shuffle=False, or a sampler= that sorts by length, and leave that argument "
+                "out"
             )
         if args.auto_find_batch_size:
             raise ConfigError(
@@ -63,15 +63,13 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 raise ConfigError(
                     f"{file} is not there: the checkpoint lies outside of output_dir, or was saved without "
                     "cachestream's CacheCallback; move it there, start anew, or train on without the "
-                    "callback, "
-                    "from an epoch's beginning"
+                    "callback, from an epoch's beginning"
                 )
             self.loader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
         if self.loader._options.epoch_size is None and self.loader.cache.fill_state() == "filling":
             warnings.warn(
                 "the Trainer holds all epochs to the length of the first one, and the cache is still "
-                "filling: give the "
-                "EpochLoader an epoch_size",
+                "filling: give the EpochLoader an epoch_size",
                 stacklevel=2,
             )
 
@@ -105,10 +103,8 @@ class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             if given != TrainingArguments.per_device_train_batch_size:
                 raise ConfigError(
                     f"per_device_train_batch_size={given} would have no effect: the EpochLoader makes "
-                    "batches of "
-                    f"{train_loader.batch_size}, for {devices} devices of this process; leave that argument "
-                    "out, or give "
-                    "the loader another batch_size"
+                    f"batches of {train_loader.batch_size}, for {devices} devices of this process; leave "
+                    "that argument out, or give the loader another batch_size"
                 )
             self.args.per_device_train_batch_size = max(1, train_loader.batch_size // devices)
         self._train_batch_size = train_loader.batch_size

@@ -142,8 +142,7 @@ class Manifest:
         if self._ending.removesuffix(".gz").endswith(_OBJECTS):
             raise ConfigError(
                 f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet "
-                "table, "
-                "and not JSON: write its URLs and labels as one of these"
+                "table, and not JSON: write its URLs and labels as one of these"
             )
         if self._is_text and (self.column is not None or self.label is not None):
             raise ConfigError(
@@ -271,8 +270,7 @@ class Manifest:
             if len(names) == 1 and ("/" in names[0] or extension_of(names[0])):
                 raise ConfigError(
                     f"{self.shown}: its first row names the column, and {redact(names[0])!r} looks like a "
-                    "file: "
-                    "write 'url' above it, end the list's name in .txt, or give column="
+                    "file: write 'url' above it, end the list's name in .txt, or give column="
                 )
         wanted = {"column": column, "label": self.label}
         for option, name in wanted.items():
@@ -307,8 +305,8 @@ def _sound_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[list[str]]:
     for number, row in enumerate(csv.reader(lines(), delimiter=delimiter, skipinitialspace=True), 1):
         if len(taken) > 1 and not is_sound_csv(taken, delimiter, skipinitialspace=True):
             raise ValueError(
-                f"row {number}: a quote takes {len(taken)} lines into one value; if the quote belongs to "
-                "the text, "
+                f"row {number}: a quote takes {len(taken)} lines into one value; if the quote belongs to the "
+                "text, "
                 'write "" inside a quoted value'
             )
         taken.clear()

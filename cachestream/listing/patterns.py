@@ -142,8 +142,7 @@ def _warn_of_dots(where: str, count: int, example: str) -> None:
     """Warn, once, of what is left out in `where` since its names begin with two dots."""
     logger.warning(
         "%s: files and folders whose names begin with '..' are left out, as all hidden ones: %d here (such "
-        "as %s); "
-        "to read them, rename them, or open such a folder by its own path",
+        "as %s); to read them, rename them, or open such a folder by its own path",
         where,
         count,
         example,

@@ -112,8 +112,6 @@ def _refuse(found: str, where: str) -> None:
     if found:
         raise ConfigError(
             f"{where}: is a table of {found}, which is not read as such: its Parquet files also hold rows "
-            "that were "
-            "deleted or replaced, and only its log tells which; copy its rows with the library of that "
-            "format into "
-            "Parquet files in another folder, and open these"
+            "that were deleted or replaced, and only its log tells which; copy its rows with the library of "
+            "that format into Parquet files in another folder, and open these"
         )

@@ -228,8 +228,7 @@ def whole_units(num_units: Any, owner: str = "") -> int | None:
     if count is None or count < 1:
         raise ConfigError(
             f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without "
-            "units "
-            "there is nothing to read), or None for an endless source"
+            "units there is nothing to read), or None for an endless source"
         )
     return count
 

@@ -34,8 +34,7 @@ class FolderColumns:
         partial = [name for name in counts if name not in names and (chosen is None or name in chosen)]
         if partial:
             logger.warning(
-                "%s: the folders of some files name a column '%s' and those of others do not, so it is left "
-                "out; to "
+                "%s: the folders of some files name a column '%s' and those of others do not, so it is left out; to "
                 "have it, give its value for the others, fields={'%s': …}, or open the folders that name it",
                 files.shown,
                 "', '".join(partial),

@@ -280,8 +280,7 @@ def _as_manifest(what: Any, options: Any) -> Manifest:
     if not isinstance(what, str | os.PathLike) or not (options is True or isinstance(options, Mapping)):
         raise ConfigError(
             f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict "
-            "of "
-            "the options of Manifest, beside one path or URL"
+            "of the options of Manifest, beside one path or URL"
         )
     given = {} if options is True else dict(options)
     reject_unknown("Manifest", given, _options_of(Manifest))

@@ -396,8 +396,7 @@ class Cache:
                 if left:
                     raise CacheError(
                         f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in "
-                        "use; "
-                        "close them"
+                        "use; close them"
                     )
                 tables.forget_filling()
                 # The next samples may be split otherwise.

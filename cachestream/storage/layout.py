@@ -128,8 +128,7 @@ def _create_folders(directory: Directory) -> None:
     if known and not known & {*_FOLDERS, "cache.json", "catalogue.sqlite"}:
         raise ConfigError(
             f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a "
-            "directory of "
-            "its own"
+            "directory of its own"
         )
     check_own(directory.root)
     for name in _FOLDERS:

@@ -93,8 +93,7 @@ def unwritable(path: str, said: str | None = None) -> CacheError:
     if is_read_only:
         return CacheError(
             f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases "
-            "and "
-            "records in it; mount it for writing (in a container without ':ro')"
+            "and records in it; mount it for writing (in a container without ':ro')"
         )
     return CacheError(f"{what}; check its owner and permissions")
 
@@ -107,8 +106,7 @@ def check_own(folder: str) -> None:
         if (owner := other_owner(folder)) is not None:
             raise CacheError(
                 f"{folder} cannot be written: it belongs to another user (uid {owner}), and only that user "
-                "changes "
-                "a cache; run as this user, or use a directory of your own"
+                "changes a cache; run as this user, or use a directory of your own"
             )
 
 

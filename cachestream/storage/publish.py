@@ -218,8 +218,7 @@ class Publisher:
             ):
                 raise CacheError(
                     f"{self._directory.root}: another process has released the reservation of shard "
-                    f"{shard.id}, "
-                    "because this one seemed to be gone; its samples will be fetched again"
+                    f"{shard.id}, because this one seemed to be gone; its samples will be fetched again"
                 )
         if shards:
             tables.add("written_samples", sum(shard.num_samples for shard in shards))
@@ -238,9 +237,8 @@ class Publisher:
     def _check_same(self, tables: Tables) -> None:
         if tables.meta("catalogue_id") != self._catalogue_id:
             raise CatalogueReplacedError(
-                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached "
-                "is to "
-                "be fetched again"
+                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached is "
+                "to be fetched again"
             )
 
 

@@ -194,9 +194,8 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
         )
     if share not in (None, stored):
         raise ConfigError(
-            f"holdout={share:g}: {cache.path} holds out {stored:g} of its samples, the same for all that "
-            "use it; "
-            "give that, or another directory ('cachestream clear' forgets it)"
+            f"holdout={share:g}: {cache.path} holds out {stored:g} of its samples, the same for all that use "
+            "it; give that, or another directory ('cachestream clear' forgets it)"
         )
     return Split(name, stored)
 

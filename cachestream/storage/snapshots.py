@@ -133,8 +133,7 @@ def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lea
         if split is not None and not len(chosen):
             raise NotEnoughSamplesError(
                 f"of the {int(cached.sizes.sum())} samples in the cache at {cache.path}, none is of the "
-                "split "
-                f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
+                f"split '{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
             )
         schema = _mark_used(tables, cached, chosen)
         return _leased(cache, cached, chosen, schema)

@@ -186,13 +186,11 @@ def describe_outdated(outdated: int, num_samples: int, *, is_replaced: bool = Fa
     if is_replaced:
         then = (
             "they are read anew, and each is used until a new one has taken its place (on_change='keep' "
-            "leaves them "
-            "as they are)"
+            "leaves them as they are)"
         )
     return (
         "the transform has changed (its code, a value bound to it, or an option such as resize=), and "
-        f"{outdated} of the {num_samples} cached "
-        f"samples were made by another one; {then}"
+        f"{outdated} of the {num_samples} cached samples were made by another one; {then}"
     )
 
 
@@ -248,8 +246,7 @@ def describe_loss(lost: Run | None, then: str = "") -> str:
         return ""
     then = then or (
         "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which "
-        "goes on "
-        "where it stopped"
+        "goes on where it stopped"
     )
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
 
@@ -275,8 +272,7 @@ def shortage_of_disk(directory: Directory, min_free_bytes: int) -> str:
         return "" if board is None else board.refusal()
     return (
         f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of "
-        "it "
-        "free: make room on it, or lower min_free"
+        "it free: make room on it, or lower min_free"
     )
 
 

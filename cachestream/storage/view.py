@@ -76,8 +76,7 @@ class View:
             selected = 0 if found.rows is None else len(found.rows)
             raise RankMismatchError(
                 f"where= selects {selected} samples on this rank and {snapshot.num_samples} on the first "
-                "rank "
-                "of the cache, or different ones: give all ranks the same condition, without randomness"
+                "rank of the cache, or different ones: give all ranks the same condition, without randomness"
             )
         return found
 

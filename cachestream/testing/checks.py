@@ -117,8 +117,7 @@ class SourceChecks:
             except Exception as error:
                 raise AssertionError(
                     f"the source does not pickle {when} it was read from ({type(error).__name__}: {error}): "
-                    "open "
-                    "connections, files and locks at their first use, and leave them out in __getstate__"
+                    "open connections, files and locks at their first use, and leave them out in __getstate__"
                 ) from error
             same = (copy.fingerprint, copy.num_units) == (source.fingerprint, source.num_units)
             expect(same, "a pickled copy has another fingerprint or num_units")
@@ -287,8 +286,7 @@ class SourceChecks:
         except Exception as error:
             raise AssertionError(
                 f"read({unit}) raised {type(error).__name__}: {error}; raise cachestream.SampleError for "
-                "what "
-                "cannot be used, SourceUnavailableError for a remote that does not answer"
+                "what cannot be used, SourceUnavailableError for a remote that does not answer"
             ) from error
         return samples
 

@@ -182,7 +182,7 @@ _ADVICE: Final = {  # the reason, then what to do next
     ),
     "requests": (
         "asking for many small objects keeps the processor busy",
-        "larger units need fewer requests: tars, Parquet, MDS instead of small files, larger windows of arrays",
+        "larger units need fewer requests: tars, Parquet, MDS instead of small files, large windows of arrays",
         _PROCESSES,
     ),
     "decode": (

@@ -212,8 +212,8 @@ class _Restorer:
             ranges = covered.of(np.array([unit], np.int64))[0]
             if any(start < stop and first < end for start, end in ranges):
                 raise _NotReproducibleError(
-                    "other shards hold some of its samples by now; refetch into an empty directory to "
-                    "replay it"
+                    "other shards hold some of its samples by now; refetch into an empty directory to replay "
+                    "it"
                 )
 
     def put(self, content: Content, made: ShardContent) -> None:
@@ -325,8 +325,7 @@ class _Maker:
         if content_hash(made) != content.hash:
             raise _NotReproducibleError(
                 f"it came back different ({packer.num_samples} samples): the remote has changed, or the "
-                "source or the "
-                "transform (give the same --transform) is not deterministic"
+                "source or the transform (give the same --transform) is not deterministic"
             )
         return made
 

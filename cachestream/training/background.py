@@ -84,8 +84,7 @@ class Background:
         if self.preparer.num_ranks == 1 and job.size > 1 and not self._warned_early:
             warnings.warn(
                 f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process "
-                "alone: it is rank "
-                f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call "
+                f"alone: it is rank {job.rank} of {job.size} from now on, and its epochs are shorter. Call "
                 "init_process_group() first",
                 stacklevel=5,
             )

@@ -111,8 +111,7 @@ class Batches(Iterator[Any]):
         if not self._lock.acquire(blocking=False):
             raise EpochError(
                 f"two threads take batches from one iteration of epoch {iteration.epoch} at a time; take "
-                "them in one thread, "
-                "which hands them on to the others, over a queue.Queue for one"
+                "them in one thread, which hands them on to the others, over a queue.Queue for one"
             )
         try:
             try:
@@ -225,8 +224,7 @@ class Epochs:
         if segment.missing:
             warnings.warn(
                 f"{segment.missing} samples of epoch {iteration.epoch} are not cached any more since its "
-                "state was "
-                "saved, and are skipped",
+                "state was saved, and are skipped",
                 stacklevel=4,
             )
 
@@ -268,9 +266,8 @@ class Epochs:
             if job is not None and job.size > 1:
                 raise EpochError(
                     f"epoch {iteration.epoch} was begun before torch.distributed.init_process_group(), by "
-                    "one process alone, and "
-                    f"all {job.size} ranks would go on with the same samples; iterate the loader again, to "
-                    "share them"
+                    f"one process alone, and all {job.size} ranks would go on with the same samples; iterate "
+                    "the loader again, to share them"
                 )
 
     # --- between iterations
@@ -313,8 +310,7 @@ class Epochs:
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
             raise EpochError(
                 f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins "
-                "with, and is for "
-                "before it"
+                "with, and is for before it"
             )
         batch = self.window.peek(epoch, self.timeout_s)
         if batch is None:

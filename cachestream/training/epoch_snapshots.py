@@ -137,8 +137,7 @@ class EpochSnapshots:
         if changed := [field.name for old, field in pairs if old.is_read_as(field)]:
             logger.warning(
                 "%s: the integers of %s are floats from the next epoch on, because a sample holds a float "
-                "there; "
-                "if that is a mistake, clear the cache and give int(…) in transform=",
+                "there; if that is a mistake, clear the cache and give int(…) in transform=",
                 self._cache.path,
                 " and ".join(map(repr, changed)),
             )
@@ -204,8 +203,7 @@ class EpochSnapshots:
             taken.lease.release()
             raise EpochError(
                 f"{self._cache.path}: {evicted} shards of epoch {position.epoch} were just evicted; bring "
-                "them back "
-                "with 'cachestream refetch', with no worker running"
+                "them back with 'cachestream refetch', with no worker running"
             )
         batch_size = self._options.batch_size
         later = replay.batches_after(position.epoch, position.index, leader, batch_size, len(ranks.sharers))

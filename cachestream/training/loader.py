@@ -64,8 +64,7 @@ class EpochLoader:
         device: where batches are delivered: None or "cpu", or an accelerator that torch finds here ("cuda",
             "xpu", "mps"; with pinned buffers and a stream of its own, where it has them). Other ones than
             CUDA need torch 2.8.
-        pinned_limit: the most pinned host memory for the batches on their way to the device, as bytes or
-        "2GB".
+        pinned_limit: the most pinned host memory for the batches on their way to the device, as bytes or "2GB".
             Those beyond it are gathered in ordinary memory, from which copies are slower. None: as much as
             the batches ahead take. Without a device it has no effect.
         sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
@@ -105,12 +104,11 @@ class EpochLoader:
         max_tokens: the budget of a batch, as `{field: tokens}`: the longest of its samples times their
             number, which is at most `batch_size`. Samples of like length come together, an epoch is at most
             one pass, and no batch is dropped for its size.
-        group_by: the field by whose shape batches are formed: it is one tensor in each, `[B, *shape]`, also
-        of images of
+        group_by: the field by whose shape batches are formed: it is one tensor in each, `[B, *shape]`, also of images of
             several sizes. A shape with fewer samples than `batch_size` left makes a smaller batch, whatever
             `drop_last` says; of the last few batches each rank gets one, or none does.
-        mesh: the torch DeviceMesh of all ranks, whose dimensions `replicate` names. replicate: the dimensions
-        whose ranks get equal batches, `("tp", "cp")`; without `mesh` a number: so many
+        mesh: the torch DeviceMesh of all ranks, whose dimensions `replicate` names.
+        replicate: the dimensions whose ranks get equal batches, `("tp", "cp")`; without `mesh` a number: so many
             consecutive ranks. Sizes are then over those with batches of their own. A state goes on with any
             other mesh. Ranks that get equal batches share a cache.
 
@@ -213,9 +211,8 @@ class EpochLoader:
     def __getitem__(self, index: object) -> NoReturn:
         """Raise TypeError: batches come by iteration, samples by index from `cache.snapshot()`."""
         raise TypeError(
-            "an EpochLoader gives batches by iteration, in place of a DataLoader: 'for batch in loader'. "
-            "For samples by "
-            "index, or for a DataLoader over them, use cache.snapshot()"
+            "an EpochLoader gives batches by iteration, in place of a DataLoader: 'for batch in loader'. For "
+            "samples by index, or for a DataLoader over them, use cache.snapshot()"
         )
 
     @property
@@ -223,9 +220,8 @@ class EpochLoader:
         """Raise AttributeError, which names the replacement for Accelerate's `skip_first_batches`."""
         raise AttributeError(
             "an EpochLoader has no sampler to skip batches by (skip_first_batches): its state_dict() and "
-            "load_state_dict() go "
-            "on at the exact next batch, and cachestream.integrations.accelerate.prepare_loader saves and "
-            "loads them"
+            "load_state_dict() go on at the exact next batch, and "
+            "cachestream.integrations.accelerate.prepare_loader saves and loads them"
         )
 
     @property
@@ -314,9 +310,8 @@ class EpochLoader:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an EpochLoader cannot be copied or pickled: its threads and leases are this process's. Make "
-            "another one, in "
-            f"another process over its own cs.Cache({str(self.cache.path)!r}); state_dict() tells it where "
-            "to go on"
+            f"another one, in another process over its own cs.Cache({str(self.cache.path)!r}); state_dict() "
+            "tells it where to go on"
         )
 
     def __enter__(self) -> Self:

@@ -145,8 +145,7 @@ def make_weights(weights: object) -> KeyWeights | None:
         return KeyWeights(None if weights is True else weights)
     raise ConfigError(
         f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by "
-        "position "
-        "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
+        "position sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
     )
 
 

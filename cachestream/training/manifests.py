@@ -236,8 +236,8 @@ class Recorder:
         if late:
             warnings.warn(
                 f"{len(late)} of the manifests in {self._folder} are not written after {_CLOSE_S:g} s, and "
-                "will be when "
-                "the disk answers: do not replay from there before; record= a folder on a faster disk",
+                "will be when the disk answers: do not replay from there before; record= a folder on a "
+                "faster disk",
                 stacklevel=4,
             )
 

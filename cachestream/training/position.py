@@ -93,8 +93,7 @@ class Position:
                 if done:
                     raise ConfigError(
                         f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from "
-                        "is missing; "
-                        "pass all that state_dict() gave"
+                        "is missing; pass all that state_dict() gave"
                     )
                 return cls(epoch, first_step=first_step)
             values = json.loads(segment)

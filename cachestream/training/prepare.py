@@ -338,8 +338,7 @@ class Preparer:
             if not batches and position.records is None and options.replay is None:
                 raise NotEnoughSamplesError(
                     f"{self._cache.path}: each of {group_size} ranks takes a batch, and {size} samples make "
-                    "only "
-                    f"{len(bounds) - 1}; wait for more (min_samples=), or make smaller batches"
+                    f"only {len(bounds) - 1}; wait for more (min_samples=), or make smaller batches"
                 )
             return Plan(size, batch_size, group_size, batches, bounds), position.done + batches
         ends = remaining is None or size >= remaining
@@ -356,8 +355,7 @@ class Preparer:
                 )
             raise NotEnoughSamplesError(
                 f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {group_size} "
-                "ranks; "
-                "wait for more (min_samples=), or use a smaller batch_size or drop_last=False"
+                "ranks; wait for more (min_samples=), or use a smaller batch_size or drop_last=False"
             )
         rest = batches
         if remaining is not None and not ends:
@@ -377,9 +375,8 @@ class Preparer:
         for rank in ranks.group:
             if answers[rank].get("order") != mine.get("order"):
                 raise RankMismatchError(
-                    f"rank {rank}'s sampler gave another order than rank {ranks.rank}'s: seed it the same "
-                    "on all "
-                    "ranks (a sampler with a `generator` attribute is seeded here), or use a "
+                    f"rank {rank}'s sampler gave another order than rank {ranks.rank}'s: seed it the same on "
+                    "all ranks (a sampler with a `generator` attribute is seeded here), or use a "
                     "DistributedSampler"
                 )
         total = min(answer["total"] for answer in answers) if position.total is None else position.total

@@ -175,8 +175,8 @@ class StoreRanks(Ranks):
                 if given.get(name) != first.get(name):
                     raise RankMismatchError(
                         f"{self._names[r]} has {name}={given.get(name)!r}, rank 0 has "
-                        f"{name}={first.get(name)!r}: "
-                        "give all ranks the same arguments, and make the loaders in the same order"
+                        f"{name}={first.get(name)!r}: give all ranks the same arguments, and make the "
+                        "loaders in the same order"
                     )
         caches = [str(hello["cache"]) for hello in hellos]
         self.group = tuple(r for r, cache in enumerate(caches) if cache == cache_id)
@@ -187,8 +187,8 @@ class StoreRanks(Ranks):
             if caches[r] != caches[first]:
                 raise RankMismatchError(
                     f"{self._names[r]} and {self._names[first]} are to get equal batches (replicate=), and "
-                    "have caches of "
-                    "their own: let them share one, or replicate along dimensions within a node"
+                    "have caches of their own: let them share one, or replicate along dimensions within a "
+                    "node"
                 )
         return caches
 
@@ -259,8 +259,7 @@ class StoreRanks(Ranks):
             if waited_s > deadline_s:
                 raise RankMismatchError(
                     f"{self._late(ranks, keys, done, deadline_s)}: dead, or stuck? See the log of that "
-                    "process; every "
-                    "rank must call cs.stream, or iterate its EpochLoader"
+                    "process; every rank must call cs.stream, or iterate its EpochLoader"
                 )
             if not announced and waited_s > ANNOUNCED_AT * deadline_s:
                 announced = True
@@ -394,7 +393,7 @@ def warn_of_kept_store() -> None:
     if kept and set(job.values()) == {"0"} and os.environ.get("WORLD_SIZE", "1") != "1" and is_elastic():
         logger.warning(
             "torchrun keeps its store when it starts the ranks again (--max-restarts), and "
-            "init_process_group() may then "
-            "connect to ranks that are gone: it fails, or hangs for 30 minutes. Start torchrun with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d or --standalone"
+            "init_process_group() may then connect to ranks that are gone: it fails, or hangs for 30 "
+            "minutes. Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d or "
+            "--standalone"
         )

@@ -98,8 +98,7 @@ def _no_answer(at: str, error: Exception) -> str:
     said = (str(error) or type(error).__name__).splitlines()[0]
     return (
         f"the store that the ranks agree through{at} does not answer ({said}): the process that hosts it "
-        "(torchrun's "
-        "agent, or rank 0) has ended, or the network is cut; see its log, and start the job again"
+        "(torchrun's agent, or rank 0) has ended, or the network is cut; see its log, and start the job again"
     )
 
 
@@ -161,8 +160,8 @@ def _default_store() -> Store:
         return dist.distributed_c10d._get_default_store()
     except ValueError as error:
         raise RankMismatchError(
-            "the process group was destroyed while its ranks were looked for; make it again, and iterate "
-            "the loader once more"
+            "the process group was destroyed while its ranks were looked for; make it again, and iterate the "
+            "loader once more"
         ) from error
 
 

@@ -37,8 +37,8 @@ class Replication:
             return rank // self.each
         if len(self.numbers) != size:
             raise ConfigError(
-                f"mesh= has {len(self.numbers)} ranks, and the job {size}: give the mesh of all ranks, not "
-                "a part of it"
+                f"mesh= has {len(self.numbers)} ranks, and the job {size}: give the mesh of all ranks, not a "
+                "part of it"
             )
         return int(self.numbers[rank])
 
@@ -58,8 +58,7 @@ def make_replication(mesh: Any, replicate: int | str | Iterable[str] | None) -> 
         if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
             raise ConfigError(
                 f"replicate={replicate!r}: give the number of consecutive ranks that get equal batches, or "
-                "the names of "
-                "dimensions beside mesh="
+                "the names of dimensions beside mesh="
             )
         return Replication(replicate)
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())

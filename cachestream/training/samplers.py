@@ -90,8 +90,8 @@ def check_sampler(sampler: object) -> None:
     if isinstance(sampler, Iterator) and iter(sampler) is sampler:
         raise ConfigError(
             f"sampler={sampler!r} is an iterator, which ends after one epoch; give what can be iterated "
-            "again, such as a list "
-            "or a torch sampler, or a function of the dataset that returns an iterator for each epoch"
+            "again, such as a list or a torch sampler, or a function of the dataset that returns an iterator "
+            "for each epoch"
         )
 
 
@@ -135,8 +135,7 @@ def evaluate(
     if not hasattr(made, "__iter__"):
         raise ConfigError(
             f"the sampler {sampler!r} returned {made!r} for the epoch's dataset: let it return a torch "
-            "sampler, or the numbers "
-            "of samples"
+            "sampler, or the numbers of samples"
         )
     fitted = _fitted(made, dataset, epoch)
     # A fitted DistributedSampler gives everything; a user's class of that kind gives this rank its share.
@@ -196,8 +195,7 @@ def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:
     if most is not None and count < most:
         raise ConfigError(
             f"the sampler's batches have {count} samples together, and epoch_size asks for {most}: let it "
-            "give as many, or "
-            "leave epoch_size out"
+            "give as many, or leave epoch_size out"
         )
     return batches
 
@@ -209,8 +207,7 @@ def _is_batch(drawn: Any) -> bool:
 def _refuse_endless(size: int) -> NoReturn:
     raise ConfigError(
         f"the sampler does not end: it gave more than {_ENDLESS} times the dataset's {size} samples; say "
-        "with epoch_size= how "
-        "many make an epoch"
+        "with epoch_size= how many make an epoch"
     )
 
 
@@ -225,8 +222,7 @@ def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
         raise ConfigError(
             f"the WeightedRandomSampler has {len(sampler.weights)} weights for a dataset of {len(dataset)}: "  # type: ignore[arg-type]
             "the cache changes from epoch to epoch; give a function that gets the dataset and returns a "
-            "sampler, "
-            "or weights by key (weights=)"
+            "sampler, or weights by key (weights=)"
         )
     elif hasattr(sampler, "data_source"):
         sampler = copy.copy(sampler)

@@ -315,8 +315,8 @@ class SegmentReader:
             if segment.has_others:
                 raise CorruptShardError(
                     f"all samples of a batch of epoch {segment.position.epoch} lie in damaged shards, and "
-                    "the "
-                    "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
+                    "the ranks must make the same steps; run 'cachestream verify CACHE --repair' and start "
+                    "again"
                 )
             del columns[0], skipped[0]
 

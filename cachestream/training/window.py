@@ -397,8 +397,7 @@ class Window:
         waiting = sum(len(task.batches) for task in self._tasks if task.done is not None and task.done.is_set)
         return LateError(
             f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): {what}; {waiting} batches after "
-            "it are. Is the disk "
-            "hanging, or the batch_transform?"
+            "it are. Is the disk hanging, or the batch_transform?"
         )
 
     def _close_retired(self) -> None:

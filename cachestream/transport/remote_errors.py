@@ -92,8 +92,7 @@ _NEXT_STEPS: Final[dict[Kind, str]] = {
     "missing": "not found; check the path",
     "denied": "access denied; check the file's permissions, or that these credentials may list and read it",
     "credentials": (
-        "no valid credentials; give storage_options={'key': …, 'secret': …} ({'anon': True} for public "
-        "data), "
+        "no valid credentials; give storage_options={'key': …, 'secret': …} ({'anon': True} for public data), "
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or fill ~/.aws/credentials"
     ),
     "clock": "the remote says that the clock of this machine is wrong; set it (by NTP, say), and reading goes on",

@@ -70,9 +70,8 @@ class RemoteObject:
             self.check(self._stat() if self._local is None else self._local.stat())
         if self.version.size_bytes < 0:
             raise SampleError(
-                f"{self.shown}: the server does not tell its size, or packs it on the way, and reading it "
-                "in parts "
-                "needs the size"
+                f"{self.shown}: the server does not tell its size, or packs it on the way, and reading it in "
+                "parts needs the size"
             )
         return self.version
 

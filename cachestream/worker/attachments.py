@@ -291,8 +291,7 @@ class WorkerMonitor:
         num_deaths = len(recent_deaths(self._deaths, self._deaths[-1].at_s))
         message = (
             f"its workers were killed {num_deaths} times within {BREAKER_WINDOW_S / 60:.0f} minutes, soon "
-            "after "
-            "they had started: the system's log says by what (a lack of memory?); mend that, and start "
+            "after they had started: the system's log says by what (a lack of memory?); mend that, and start "
             "another"
         )
         with Attachments(self._cache.directory).locked():

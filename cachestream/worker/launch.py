@@ -189,8 +189,7 @@ class WorkerOptions:
         if partition is not None and num_units is not None and not partition.length(num_units):
             raise ConfigError(
                 f"partition={partition}: the source has {num_units} units, too few for every node to get "
-                "one; "
-                "use fewer nodes, or smaller units"
+                "one; use fewer nodes, or smaller units"
             )
         if self.share is not None:
             self._check_group(cache, source_name, num_units)

@@ -201,9 +201,8 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
     if known.count > len(names) or Names(names[: known.count]).digest != known.digest:
         raise ConfigError(
             f"{cache.path} was filled when its source had {known.count:,} label names. Now it has "
-            f"{len(names):,}, and the "
-            "numbers in the cache mean other names: run 'cachestream clear CACHE', or give label= a "
-            "function of the path"
+            f"{len(names):,}, and the numbers in the cache mean other names: run 'cachestream clear CACHE', "
+            "or give label= a function of the path"
         )
 
 

@@ -25,10 +25,8 @@ from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 # Only `sys` is imported before the path is set, as "-c" has put the working directory before all else. The
 # child leaves the cores to the threads of the trainer.
 _BOOTSTRAP: Final = (
-    "import sys; sys.path[:] = sys.argv[2 : 2 + int(sys.argv[1])]; del sys.argv[1 : 2 + len(sys.path)]; "
-    "import os; "
-    "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', "
-    "'OPENBLAS_NUM_THREADS')]; "
+    "import sys; sys.path[:] = sys.argv[2 : 2 + int(sys.argv[1])]; del sys.argv[1 : 2 + len(sys.path)]; import os; "
+    "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
     "from {module} import main; main()"
 )
 _GRACE_S: Final = 1.0

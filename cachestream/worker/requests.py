@@ -240,10 +240,8 @@ class Requests:
             raise GiveUpError(
                 "",
                 "the transform has changed, and makes samples with other fields than those cached "
-                f"({failures[0].reason}), "
-                "which therefore cannot be replaced one by one: empty the cache ('cachestream clear'), or "
-                "use another "
-                "directory",
+                f"({failures[0].reason}), which therefore cannot be replaced one by one: empty the cache "
+                "('cachestream clear'), or use another directory",
             )
 
     # --- what is done between messages

@@ -128,9 +128,8 @@ class Worker:
         if state.phase == "filling" or lost_worker(self.cache.directory) is not None:
             raise WorkerError(
                 f"the worker of {self.cache.path} ended without a word: it was killed, or could not write "
-                "(its last output "
-                f"is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it "
-                "stopped"
+                f"(its last output is in {self.cache.directory.worker_file('log.txt')}); start it again: it "
+                "goes on where it stopped"
             )
         return False
 
@@ -175,8 +174,7 @@ class Worker:
             process = self.cache.status().worker
             raise WorkerError(
                 f"the worker of {self.cache.path} (pid {process.pid if process else '?'}) is still there "
-                "after "
-                f"{timeout_s:.0f} s; kill that process: the cache stays sound"
+                f"after {timeout_s:.0f} s; kill that process: the cache stays sound"
             )
         if self._monitor is not None:
             self._monitor.end(timeout_s)  # the worker has released its lock, and is about to end
@@ -230,43 +228,40 @@ def start_worker(
     One supervisor a cache: when one runs already, started by any process, this attaches to it.
 
     Args:
-        cache: a Cache, or the path of one. source: a Source, or anything that `open_source` takes.
+        cache: a Cache, or the path of one.
+        source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4), or Ray actors (default: 8).
-        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. A list or
-        a
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. A list or a
             generator is several samples, with the keys `key/0`, `key/1`, …; a tuple is one. Or `fn(sample,
             rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same
             draws on every attempt. Or `pack_tokens(…)`.
-        shard_size: bytes of a full shard (default 64 MB, or less in a small cache). order: "shuffle" (anew
-        each pass), "sequential", weights (one a unit, with replacement), a torch Sampler
+        shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
+        order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler
             over units, or a curriculum: weights as a function of the progress in passes, by which units come
             once a pass.
-        seed: of the order, and of the generators that sources get. bandwidth_limit: bytes a second for all
-        processes together, such as "40MB/s". when_full: "evict" what epochs have used, "wait" until the limit
-        is raised, or "stop". detach: let the worker outlive this process (stop it with `cachestream stop`).
-        concurrency: units in flight in each process, 1 to 64 (default 16). hang_timeout_s: a process in which
-        one sample takes longer (30) is killed and restarted. A unit that does
+        seed: of the order, and of the generators that sources get.
+        bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
+        when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
+        detach: let the worker outlive this process (stop it with `cachestream stop`).
+        concurrency: units in flight in each process, 1 to 64 (default 16).
+        hang_timeout_s: a process in which one sample takes longer (30) is killed and restarted. A unit that does
             not answer for a third of this time lets others go first; after four times this time it is left
             out, if its remote answers otherwise.
-        partition: `(i, n)`, from 0: the share of node i of n. Shares are disjoint and complete, whatever
-        order,
+        partition: `(i, n)`, from 0: the share of node i of n. Shares are disjoint and complete, whatever order,
             seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal, so that a
             job that is started again finds it at work. After an orderly exit it does not go on.
         holdout: the share of the samples that is held out of training, by their keys
             (`EpochLoader(split=, holdout=)`). These are kept, up to half of the limit, while others are
             replaced.
-        engine: "local", or "ray": actors anywhere in a Ray cluster read, decode and transform the units, and
-        this
+        engine: "local", or "ray": actors anywhere in a Ray cluster read, decode and transform the units, and this
             cache's own process writes the shards. The samples are the same. See the guide, "Ray clusters".
-        ray_options: options of these actors, such as `{"num_cpus": 2}`, as `ray.remote` takes them. share:
-        the name of a group of caches in a Ray cluster that fill from one source with one transform, order
+        ray_options: options of these actors, such as `{"num_cpus": 2}`, as `ray.remote` takes them.
+        share: the name of a group of caches in a Ray cluster that fill from one source with one transform, order
             and seed: each unit is read once for all, and its shard is copied from cache to cache.
-        share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it
-        is
+        share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
             away later. Else a warning says so, and each cache reads all of the remote.
-        on_change: what becomes of cached samples that another `transform` has made, or other options of the
-        source
+        on_change: what becomes of cached samples that another `transform` has made, or other options of the source
             that make samples (`resize=`, `crop=`, `fields=`). "replace": their units are read anew, shard by
             shard, and each sample is used until the new one takes its place; "keep": they stay until they are
             evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a
@@ -300,8 +295,7 @@ def start_worker(
         with _warn_if_slow(
             _OPENING_S,
             f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote "
-            "does not "
-            "answer, or it lists slowly",
+            "does not answer, or it lists slowly",
         ):
             opened = open_source(source)
         job = _job(options, cache, opened)
@@ -311,10 +305,9 @@ def start_worker(
         with _warn_if_slow(
             _STARTING_S,
             f"{cache.path}: its worker has not started within {_STARTING_S:g} s (the call gives up after "
-            "three minutes at most): another "
-            f"process holds {cache.directory.worker_file('attach.lock')} while it starts or stops a worker, "
-            "or the machine is "
-            f"very busy; see {cache.directory.worker_file('log.txt')}",
+            f"three minutes at most): another process holds {cache.directory.worker_file('attach.lock')} "
+            "while it starts or stops a worker, or the machine is very busy; see "
+            f"{cache.directory.worker_file('log.txt')}",
         ):
             return _start_or_attach(cache, job, launch, detach, linger_s)
 
@@ -355,8 +348,7 @@ def _check_cluster(cache: Cache, job: Job) -> None:
         if not job.cluster.num_actors:
             then = (
                 f"the group {job.cluster.group!r} shares nothing until one does, and each of its caches "
-                "reads all "
-                "of the remote (share_required=True refuses that)"
+                "reads all of the remote (share_required=True refuses that)"
             )
         logger.warning("%s: %s; %s", cache.path, error, then)
 
@@ -375,18 +367,15 @@ def _heed_change(cache: Cache, job: Job, *, is_running: bool) -> Job:
             f"{others} of the {state.num_samples} samples in it were made" if others else "a worker fills it"
         )
         raise ConfigError(
-            f"{cache.path}: {made} by another transform (its code differs, a value bound to it, or an "
-            "option such as resize=), and "
-            "on_change='refuse': 'replace' has them read anew and 'keep' leaves them, once no worker runs; "
-            "or give the "
-            "transform of before, or another directory"
+            f"{cache.path}: {made} by another transform (its code differs, a value bound to it, or an option "
+            "such as resize=), and on_change='refuse': 'replace' has them read anew and 'keep' leaves them, "
+            "once no worker runs; or give the transform of before, or another directory"
         )
     if is_other:
         job = replace(job, on_change="keep")
         logger.warning(
             "the transform has changed, and the worker that already fills %s goes on with the one before: "
-            "stop it "
-            "first ('cachestream stop', worker.stop()), or use another directory",
+            "stop it first ('cachestream stop', worker.stop()), or use another directory",
             cache.path,
         )
     if outdated := describe_outdated(others, state.num_samples, is_replaced=job.replaces):
@@ -439,16 +428,14 @@ def _difference(cache: Cache, job: Job) -> str:
         return (
             f"a worker is filling {cache.path} with the share {share or 'of one node alone'}, not "
             f"{job.partition or 'all units'}; give all processes that use one cache the same partition "
-            "(cs.stream "
-            "finds one by itself under torch.distributed, unless it is given partition=)"
+            "(cs.stream finds one by itself under torch.distributed, unless it is given partition=)"
         )
     wanted = describe(job.cluster)
     with open(cache.directory.supervisor_lock, encoding="utf-8", opener=open_private) as file:
         running = file.read() or wanted  # nothing yet: it is about to begin, or about to fail
     if running != wanted:
         return (
-            f"a worker is filling {cache.path} with {running}, not {wanted}; give all processes that use "
-            "one cache "
-            "the same engine= and share=, or stop that worker first"
+            f"a worker is filling {cache.path} with {running}, not {wanted}; give all processes that use one "
+            "cache the same engine= and share=, or stop that worker first"
         )
     return ""

@@ -144,8 +144,7 @@ class Columns:
             except (TypeError, ValueError, OverflowError) as error:
                 raise SampleError(
                     f"column '{name}' holds {values.dtype}: {instead!r} cannot stand for its nulls "
-                    f"({error}); "
-                    "give another value in fields= or nulls="
+                    f"({error}); give another value in fields= or nulls="
                 ) from error
         most, large = object_limit.limit_bytes(), list[int]()
         if array.nbytes > most:

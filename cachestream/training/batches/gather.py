@@ -192,8 +192,7 @@ def _gather_nested(field: Field, values: _Values) -> torch.Tensor:
     rest = shapes[:, 1:].max(axis=0, initial=0)
     if not (shapes[:, 1:] == rest).all():
         raise ConfigError(
-            f"field {field.name!r} varies in more than its first dimension, which a jagged tensor cannot "
-            "hold: give "
+            f"field {field.name!r} varies in more than its first dimension, which a jagged tensor cannot hold: give "
             f"ragged={{{field.name!r}: 'padded'}}, or 'list'"
         )
     offsets = np.concatenate([[0], np.cumsum(shapes[:, 0])]).astype(np.int64)
@@ -355,8 +354,7 @@ class Gatherer:
         if (values.shapes != values.shapes[0]).any():
             raise ConfigError(
                 f"group_by={field.name!r}: a batch that was drawn without it has samples of several shapes; "
-                "give the state "
-                "or the manifest to a loader without group_by="
+                "give the state or the manifest to a loader without group_by="
             )
         return _gather_padded(field, values).values
 

@@ -163,8 +163,7 @@ class FieldAddresses:
     def _changed(self, position: int) -> ChangedShardError:
         return ChangedShardError(
             f"shard {position + 1} of the epoch has changed on the disk since it was verified (the offsets "
-            "of "
-            f"{self.field.name!r}); run 'cachestream verify CACHE --repair'",
+            f"of {self.field.name!r}); run 'cachestream verify CACHE --repair'",
             position,
         )
 
@@ -266,9 +265,8 @@ class EpochMaps:
         rows, _ = self._read("#rows", lambda shard: np.arange(shard.num_samples, dtype=np.int32), np.int32(0))
         if len(rows) != snapshot.num_samples:
             raise CacheError(
-                f"{snapshot.root}: its shards hold {len(rows)} samples of the split "
-                f"'{snapshot.split.name}', and the "
-                f"catalogue has {snapshot.num_samples}; run 'cachestream verify CACHE --repair'"
+                f"{snapshot.root}: its shards hold {len(rows)} samples of the split '{snapshot.split.name}', "
+                f"and the catalogue has {snapshot.num_samples}; run 'cachestream verify CACHE --repair'"
             )
         return rows
 

@@ -169,8 +169,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         elif isinstance(part, Iterator):
             raise ConfigError(
                 f"batch_transform returned a {type(part).__qualname__}, whose tensors cannot be found: "
-                "return tensors in a "
-                "dict, a list, a tuple or a dataclass"
+                "return tensors in a dict, a list, a tuple or a dataclass"
             )
         elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:
             seen.add(id(part))

@@ -220,8 +220,7 @@ def _array(name: str, value: Any) -> _Value:
     if isinstance(value, list | tuple) and not holds_integers_of(value, array):
         raise SampleError(
             f"field '{name}' is {_describe(value)} of integers that no float64 holds exactly: store them as "
-            "an "
-            "array of int64 or uint64"
+            "an array of int64 or uint64"
         )
     dtype = torch_name(array.dtype)
     if dtype is None:

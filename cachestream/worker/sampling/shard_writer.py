@@ -279,9 +279,8 @@ class SampleEncoder:
         self._slot["dropped"] += not records
         if records and self._writer.open.holdout.share is not None:
             raise WorkerError(
-                "the transform returns several samples, and holdout= holds out single ones, so that parts "
-                "of one "
-                "sample would be on both sides: hold out files instead, with two caches"
+                "the transform returns several samples, and holdout= holds out single ones, so that parts of "
+                "one sample would be on both sides: hold out files instead, with two caches"
             )
 
     def _is_wanted(self, unit: Unit, offset: int, key: bytes) -> bool:
