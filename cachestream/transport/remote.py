@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -140,7 +141,9 @@ def _set_timeouts(filesystem: Any) -> None:
     """Set timeouts in a driver that uses `requests`, which has none by default."""
     session: Any = getattr(filesystem, "session", None)
     if type(session).__module__.partition(".")[0] == "requests":
-        session.request = functools.partial(session.request, timeout=(CONNECT_S, FIRST_BYTE_S))
+        # No reference to itself: it would keep its connections until the garbage is collected.
+        request = functools.partial(type(session).request, weakref.proxy(session))
+        session.request = functools.partial(request, timeout=(CONNECT_S, FIRST_BYTE_S))
 
 
 class Remote:
@@ -266,8 +269,7 @@ class Remote:
 
         def once() -> Any:
             driver = self.driver()
-            asked = driver.submit(partial(driver.call, name, *arguments, **options))
-            return self.answer_of(driver, asked)
+            return self.answer_of(driver, driver.submit(partial(driver.call, name, *arguments, **options)))
 
         return patiently(once)
 
@@ -278,6 +280,8 @@ class Remote:
         except Exception as error:
             self.note_failure(driver, error)
             raise
+        finally:
+            del asked  # its error refers to this frame
         return found
 
     @property
@@ -308,6 +312,8 @@ class Remote:
             if opening.cancelled():
                 caller.abandon()
             raise
+        finally:
+            del opening  # as in `answer_of`
         if not filesystem.async_impl:
             own = self._per_thread.driver = BlockingBackend(filesystem, path, self.max_object_bytes, caller)
             return own
@@ -323,6 +329,7 @@ class Remote:
         if isinstance(driver, BlockingBackend) and classify(error) not in ("missing", "denied"):
             if isinstance(error, TimeoutError):
                 driver.caller.abandon()
+            driver.caller.end()
             if self._opened_driver() is driver:
                 self._per_thread.driver = None
 
