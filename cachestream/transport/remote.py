@@ -271,7 +271,13 @@ class Remote:
             driver = self.driver()
             return self.answer_of(driver, driver.submit(partial(driver.call, name, *arguments, **options)))
 
-        return patiently(once)
+        try:
+            return patiently(once)
+        except Exception:
+            if isinstance(driver := self._opened_driver(), BlockingBackend):
+                driver.caller.end()  # most likely nothing is read after this
+                self._per_thread.driver = None
+            raise
 
     def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = 0.0) -> T:
         """Wait for what was submitted to `driver`: up to `PAGE_TIMEOUT_S` unless another time is given."""
