@@ -266,10 +266,10 @@ class Download:
 
     def _arrived(self) -> memoryview:
         """Wait for the pending piece; report and return it."""
-        request, pending, begun_s = self._request, self._pending, time.monotonic()
+        request, begun_s = self._request, time.monotonic()
         assert request is not None
-        assert pending is not None
-        piece: memoryview = result_of(pending, self._deadline_s, self._asked_s)
+        assert self._pending is not None
+        piece: memoryview = result_of(self._pending, self._deadline_s, self._asked_s)
         self._pending, self.offset = None, request.position
         if request.is_done:
             self._request = None

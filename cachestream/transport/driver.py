@@ -89,7 +89,11 @@ class Caller:
 
     def __del__(self) -> None:
         if hasattr(self, "_calls"):
-            self._calls.put(None)
+            self.end()
+
+    def end(self) -> None:
+        """End the thread after the calls that were submitted before."""
+        self._calls.put(None)
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have `call` made after those that were submitted before."""

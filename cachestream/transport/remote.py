@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -141,7 +142,9 @@ def _set_timeouts(filesystem: Any) -> None:
     """Set timeouts in a driver that uses `requests`, which has none by default."""
     session: Any = getattr(filesystem, "session", None)
     if type(session).__module__.partition(".")[0] == "requests":
-        session.request = functools.partial(session.request, timeout=(CONNECT_S, FIRST_BYTE_S))
+        # No reference to itself: it would keep its connections until the garbage is collected.
+        request = functools.partial(type(session).request, weakref.proxy(session))
+        session.request = functools.partial(request, timeout=(CONNECT_S, FIRST_BYTE_S))
 
 
 class Remote:
@@ -269,10 +272,15 @@ class Remote:
 
         def once() -> Any:
             driver = self.driver()
-            asked = driver.submit(partial(driver.call, name, *arguments, **options))
-            return self.answer_of(driver, asked)
+            return self.answer_of(driver, driver.submit(partial(driver.call, name, *arguments, **options)))
 
-        return patiently(once)
+        try:
+            return patiently(once)
+        except Exception:
+            if isinstance(driver := self._opened_driver(), BlockingBackend):
+                driver.caller.end()  # most likely nothing is read after this
+                self._per_thread.driver = None
+            raise
 
     def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = 0.0) -> T:
         """Wait for what was submitted to `driver`: up to `PAGE_TIMEOUT_S` unless another time is given."""
@@ -281,6 +289,8 @@ class Remote:
         except Exception as error:
             self.note_failure(driver, error)
             raise
+        finally:
+            del asked  # its error refers to this frame
         return found
 
     @property
@@ -311,6 +321,8 @@ class Remote:
             if opening.cancelled():
                 caller.abandon()
             raise
+        finally:
+            del opening  # as in `answer_of`
         if not filesystem.async_impl:
             own = self._per_thread.driver = BlockingBackend(filesystem, path, self.max_object_bytes, caller)
             return own
@@ -326,6 +338,7 @@ class Remote:
         if isinstance(driver, BlockingBackend) and classify(error) not in ("missing", "denied"):
             if isinstance(error, TimeoutError):
                 driver.caller.abandon()
+            driver.caller.end()
             if self._opened_driver() is driver:
                 self._per_thread.driver = None
 

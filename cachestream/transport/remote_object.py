@@ -92,8 +92,9 @@ class RemoteObject:
         backend = self.remote.driver()
         metering.asking(1)
         try:
-            asked = backend.submit(backend.stat, self.path)
-            found = self.remote.answer_of(backend, asked, backend.deadline_s(1))
+            found = self.remote.answer_of(
+                backend, backend.submit(backend.stat, self.path), backend.deadline_s(1)
+            )
         except Exception as error:
             if classify(error) != "range":
                 raise
