@@ -97,7 +97,7 @@ def _loaders(trainer: Any) -> list[EpochLoader]:
 
 
 def _state(trainer: Any, loader: EpochLoader) -> dict[str, Any]:
-    """The state of a training loader: that of the next epoch if Lightning has had the last batch of this one."""
+    """The state of a training loader: of the next epoch if Lightning has had the last batch of this one."""
     return loader._state(leaves=trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
@@ -234,7 +234,7 @@ class DataHooks:
 
 
 def make_classes(callback: type, data_module: type, module: str) -> tuple[type[Any], type[Any], type[Any]]:
-    """The `CacheCallback`, `MetricsCallback` and `CacheDataModule` of one of the two Lightnings, in `module`."""
+    """The `CacheCallback`, `MetricsCallback` and `CacheDataModule` of one of the Lightnings, in `module`."""
 
     def make(name: str, hooks: type, base: type, **attributes: Any) -> type[Any]:
         return type(name, (hooks, base), {"__doc__": hooks.__doc__, "__module__": module, **attributes})

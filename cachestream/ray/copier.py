@@ -40,7 +40,7 @@ _LINE_CHARS: Final = 200
 
 @dataclass(slots=True)
 class _Fetch:
-    """A shard under way, into a reservation of this cache, without the samples at the positions `unwanted`."""
+    """A shard under way, into a reservation of this cache, without the samples at the `unwanted` positions."""
 
     shard: HeldShard
     unwanted: Collection[int]
@@ -168,7 +168,7 @@ class Copier:
             self._view.refused.add(content)
 
     def _publish(self, fetch: _Fetch, data: npt.NDArray[np.uint8]) -> None:
-        """Publish the samples of a shard that this cache wants; one that wants others by now will ask again."""
+        """Publish the samples of a shard that this cache wants; one that wants others by now asks again."""
         shard = _checked(data, fetch.shard.content)
         found = without(shard, fetch.unwanted)
         if found is None:

@@ -100,7 +100,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the other caches have got and lost since the last answer, and positions that the cache is to make.
+    """The shards that the other caches have got and lost since the last answer, and positions to make here.
 
     `seen`: the number of all changes so far. `ordinal`: the highest of the passes of the group. `servers`:
     the shard server of each cache.

@@ -254,7 +254,7 @@ def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy, ranking: list[
 
 
 def _has_waited(tables: Tables) -> bool:
-    """Return whether the filling has waited for an epoch since the last snapshot, and note that one has come."""
+    """Return True if the filling has waited for an epoch since the last snapshot; note that one has come."""
     waits, before = int(tables.meta("epoch_waits", 0)), int(tables.meta("epoch_waits_seen", 0))
     tables.set_meta("epoch_waits_seen", waits)
     return waits > before or tables.meta("fill_message") == WAITS

@@ -123,7 +123,7 @@ class Totals:
 
     @property
     def read_cpu_s(self) -> float:
-        """The time that the processor took for reading and decoding, which happen in threads beside the rest."""
+        """The processor's time for reading and decoding, which happen in threads beside the rest."""
         return max(0.0, self.cpu_s - self.transform_s - self.pack_s - self.publish_s)
 
     @property

@@ -52,7 +52,7 @@ _WIDTH: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """The work of a worker: `samples` that it read, used or not, in `seconds`, and the time that it `spent`.
 
     `seconds` is 0 where all was done at once. `reads`: the units that were read at once, on average.
@@ -87,8 +87,8 @@ class Stages:
     is_listing: bool
     num_samples: int | None
     fetched_bytes: float
-    alone: Run
-    together: Run
+    alone: MeasuredRun
+    together: MeasuredRun
     cached_bytes: float
     write_bytes_per_s: float
     delivered: Throughput
@@ -385,7 +385,7 @@ def diagnose(
     return Findings(shown, stages, judge(stages, shown), status.skipped, failure)
 
 
-def _fetched_each(alone: Run, num_units: int | None, num_samples: int | None) -> float:
+def _fetched_each(alone: MeasuredRun, num_units: int | None, num_samples: int | None) -> float:
     """Bytes fetched for a sample: of units that were read to the end, if there are any."""
     spent = alone.spent
     if spent.units and num_units and num_samples:
@@ -393,7 +393,7 @@ def _fetched_each(alone: Run, num_units: int | None, num_samples: int | None) ->
     return alone.each(spent.unit_bytes if spent.units else spent.fetched_bytes)
 
 
-def _fill(shown: str, cache: Cache, source: Source, seconds: float, **options: Any) -> Run:
+def _fill(shown: str, cache: Cache, source: Source, seconds: float, **options: Any) -> MeasuredRun:
     """Fill `cache` for `seconds` after the first sample, and longer where hardly any came: 30 s at most.
 
     Objects that share a slow network, or are far away, arrive together and late.
@@ -416,8 +416,8 @@ def _fill(shown: str, cache: Cache, source: Source, seconds: float, **options: A
     (first_s, before, _, first), (last_s, samples, _, last) = looks[0], looks[-1]
     reads = sum(look[2] for look in looks) / len(looks)
     if samples == before or last_s - first_s < _TOO_SHORT_S:
-        return Run(samples, 0.0, reads, last)
-    return Run(samples - before, last_s - first_s, reads, last.since(first))
+        return MeasuredRun(samples, 0.0, reads, last)
+    return MeasuredRun(samples - before, last_s - first_s, reads, last.since(first))
 
 
 def _reasons(status: CacheStatus) -> list[str]:
@@ -425,7 +425,7 @@ def _reasons(status: CacheStatus) -> list[str]:
     return [f"{one.reason}{f' (first: {one.example})' * bool(one.example)}" for one in status.failures]
 
 
-def _nothing(shown: str, cache: Cache, run: Run | None) -> SourceError | CacheFullError:
+def _nothing(shown: str, cache: Cache, run: MeasuredRun | None) -> SourceError | CacheFullError:
     """The error for a source of which no sample could be used."""
     status = cache.status()
     if status.disk_message:

@@ -298,7 +298,7 @@ class Epochs:
         self._wanted_epoch = epoch
 
     def jump(self, position: Position, job: ProcessGroup | None = None) -> None:
-        """Make `position` the next one, and have it prepared, with the ranks of a new `job` if there is one."""
+        """Make `position` the next one, and have it prepared, with the ranks of a new `job` if any."""
         if self._iteration is not None and self._iteration.failed_early:
             self._iteration = None
         self._planned = position

@@ -58,7 +58,7 @@ class Wanted:
         return f"{self.generation}.{self.position.epoch}.{self.position.index}"
 
     def then(self, position: Position) -> Wanted:
-        """What is wanted after it, at `position`, without a jump."""
+        """The request that follows it, at `position`, without a jump."""
         return Wanted(position, self.job, self.generation)
 
 

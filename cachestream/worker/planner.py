@@ -45,7 +45,7 @@ class Assignment:
     alone: bool = False
 
 
-class Segment:
+class PlannedUnits:
     """Units that are planned ahead: those at `positions`, which ascend.
 
     `held`: the samples that are cached of them: of all samples, or of those of each split. What is evicted
@@ -86,7 +86,7 @@ class Segment:
 
 
 _NONE: Final = np.empty(0, np.int64)
-NOTHING_PLANNED: Final = Segment(_NONE, _NONE, [Held(np.empty(0, np.bool_), {})])
+NOTHING_PLANNED: Final = PlannedUnits(_NONE, _NONE, [Held(np.empty(0, np.bool_), {})])
 
 
 class Planner:
@@ -178,7 +178,7 @@ class Planner:
             self.is_dirty = self.passed_over = True
         return wanted, stop
 
-    def _planned(self, positions: IntArray) -> Segment:
+    def _planned(self, positions: IntArray) -> PlannedUnits:
         assert self.plan is not None
         order = self.orders.of(self.plan)
         numbers = order.units(positions)
@@ -186,7 +186,7 @@ class Planner:
         if self.plan.is_permutation:
             for one in held:
                 one.whole[order.come_again(positions, numbers)] = True
-        return Segment(positions, numbers, held)
+        return PlannedUnits(positions, numbers, held)
 
     @property
     def row_without_progress(self) -> PassRow:

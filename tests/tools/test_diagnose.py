@@ -16,17 +16,17 @@ import cachestream as cs
 from cachestream.errors import SourceError
 from cachestream.storage.telemetry import Totals
 from cachestream.tools.bench import Throughput
-from cachestream.tools.diagnose import Findings, Run, Stages, diagnose, judge
+from cachestream.tools.diagnose import Findings, MeasuredRun, Stages, diagnose, judge
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
 NOTHING: Final = Totals(**{field.name: 0 for field in fields(Totals)})
 
 
-def run(samples: int, reads: float, seconds: float = 1.0, **spent: float) -> Run:
+def run(samples: int, reads: float, seconds: float = 1.0, **spent: float) -> MeasuredRun:
     """A worker that read `samples` of 100 kB in `seconds`."""
     numbers: Any = {"fetched_bytes": 100_000 * samples, **spent}
-    return Run(samples, seconds, reads, replace(NOTHING, **numbers))
+    return MeasuredRun(samples, seconds, reads, replace(NOTHING, **numbers))
 
 
 # Each stage lets 3200 samples/s and more through, on four cores; one read alone brings 100.
@@ -74,7 +74,7 @@ def test_the_stage_that_lets_the_fewest_through_is_the_verdict(binds: str) -> No
 
 def test_small_objects_of_a_remote_are_asked_for_and_hardly_decoded() -> None:
     small = replace(NOTHING, fetched_bytes=20_000, fetch_wait_s=1.0, cpu_s=1.0)
-    stages = replace(FIGURES["decode"], alone=Run(10, 1.0, 1, small), fetched_bytes=2_000)
+    stages = replace(FIGURES["decode"], alone=MeasuredRun(10, 1.0, 1, small), fetched_bytes=2_000)
     assert judge(stages, "s3://bucket/train").binds == "requests"
     assert judge(stages, "/data/train").binds == "decode"
 
