@@ -98,7 +98,9 @@ def _trouble(directory: Directory, catalogue: Catalogue) -> str | None:
     # A power cut may leave pages of different times, which together make sense to SQLite.
     if settings.seal == catalogue.digest() and _shard_files(directory) == _shard_rows(catalogue):
         return None
-    return "the machine has restarted while the cache was in use, and its catalogue may not have been written whole"
+    return (
+        "the machine has restarted while the cache was in use, and may not have written all of its catalogue"
+    )
 
 
 def _shard_files(directory: Directory) -> set[int]:

@@ -198,7 +198,8 @@ def _remedy(cache: Cache, fill: FillState) -> str:
     """Advice when too many samples of a cache were skipped."""
     outdated = cache.filling.samples_of_others(fill.transform or "")
     if fill.failures[0].kind == "schema" and outdated:
-        return f"most of the cached samples decided what fields all have, and {describe_outdated(outdated, fill.num_samples)}"
+        told = describe_outdated(outdated, fill.num_samples)
+        return f"most of the cached samples decided what fields all have, and {told}"
     return remedy_for_skipped(fill.failures, fill.source or "")
 
 
@@ -248,7 +249,8 @@ def describe_loss(lost: Run | None, then: str = "") -> str:
         "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which "
         "goes on where it stopped"
     )
-    return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
+    why = "it was killed, or its container or machine was"
+    return f"its worker (pid {lost.pid}) ended without a word: {why}; {then}"
 
 
 def read_filling(cache: Cache) -> tuple[str, FillState]:

@@ -46,7 +46,8 @@ STRAY: Final = "stray"  # of row 0: the unknown files in the folder, together
 SHARD_STATEMENTS: Final = (
     """CREATE TABLE shards (
         id INTEGER PRIMARY KEY, state TEXT NOT NULL, owner TEXT NOT NULL, size_bytes INTEGER NOT NULL,
-        num_samples INTEGER NOT NULL DEFAULT 0, uses INTEGER NOT NULL DEFAULT 0, last_used INTEGER NOT NULL DEFAULT 0,
+        num_samples INTEGER NOT NULL DEFAULT 0, uses INTEGER NOT NULL DEFAULT 0,
+        last_used INTEGER NOT NULL DEFAULT 0,
         held_out INTEGER, part INTEGER NOT NULL DEFAULT 0, weight REAL, transform TEXT, shapes TEXT,
         pass_id INTEGER NOT NULL DEFAULT 0, spans BLOB NOT NULL DEFAULT x'')""",
     # The sums over all shards, which every reservation needs, are read from this index alone.

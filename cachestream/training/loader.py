@@ -65,8 +65,8 @@ class EpochLoader:
             "xpu", "mps"; with pinned buffers and a stream of its own, where it has them). Other ones than
             CUDA need torch 2.8.
         pinned_limit: the most pinned host memory for the batches on their way to the device, as bytes or
-            "2GB". Those beyond it are gathered in ordinary memory, from which copies are slower. None: as much as
-            the batches ahead take. Without a device it has no effect.
+            "2GB". Those beyond it are gathered in ordinary memory, from which copies are slower. None: as much
+            as the batches ahead take. Without a device it has no effect.
         sampler: a torch sampler, or a function of the epoch's dataset that returns one; replaces `shuffle`.
             Functions and samplers of your own run in the trainer's thread, once an epoch, with the global
             generators seeded and restored; torch's own run in the background.
@@ -105,12 +105,12 @@ class EpochLoader:
             number, which is at most `batch_size`. Samples of like length come together, an epoch is at most
             one pass, and no batch is dropped for its size.
         group_by: the field by whose shape batches are formed: it is one tensor in each, `[B, *shape]`, also
-            of images of several sizes. A shape with fewer samples than `batch_size` left makes a smaller batch, whatever
-            `drop_last` says; of the last few batches each rank gets one, or none does.
+            of images of several sizes. A shape with fewer samples than `batch_size` left makes a smaller batch,
+            whatever `drop_last` says; of the last few batches each rank gets one, or none does.
         mesh: the torch DeviceMesh of all ranks, whose dimensions `replicate` names.
         replicate: the dimensions whose ranks get equal batches, `("tp", "cp")`; without `mesh` a number: so
-            many consecutive ranks. Sizes are then over those with batches of their own. A state goes on with any
-            other mesh. Ranks that get equal batches share a cache.
+            many consecutive ranks. Sizes are then over those with batches of their own. A state goes on with
+            any other mesh. Ranks that get equal batches share a cache.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
     RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in
