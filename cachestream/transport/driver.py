@@ -32,6 +32,7 @@ CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 PIECE_S: Final = 60.0
 CALL_MIB_S: Final = 5.0
 MOST_LATE: Final = 64  # calls in a process that nobody waits for any more
+_IDLE_S: Final = 0.2
 
 _Call = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
 
@@ -74,46 +75,59 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float, since_s:
 class Caller:
     """A thread that makes blocking calls, one after the other, and keeps no process alive.
 
-    A Caller whose call is late is abandoned: its thread ends when the call returns. Raises TimeoutError where
-    `MOST_LATE` calls of this process are late.
+    It ends when it has had nothing to do for `_IDLE_S`, and begins anew with the next call. A Caller whose call
+    is late is abandoned. Raises TimeoutError where `MOST_LATE` calls of this process are late.
     """
 
-    late: ClassVar[set[threading.Thread]] = set()
+    late: ClassVar[set[_Calls]] = set()
 
     def __init__(self) -> None:
         if len(self.late) >= MOST_LATE:
             raise TimeoutError(f"{MOST_LATE} calls of drivers have not returned; restart this process")
-        self._calls = queue.SimpleQueue[_Call | None]()
-        self._thread = threading.Thread(target=_serve, args=(self._calls,), name="driver", daemon=True)
-        self._thread.start()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_calls"):
-            self.end()
-
-    def end(self) -> None:
-        """End the thread after the calls that were submitted before."""
-        self._calls.put(None)
+        self._calls = _Calls()
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have `call` made after those that were submitted before."""
         future = concurrent.futures.Future[T]()
-        self._calls.put((call, future))
+        self._calls.add((call, future))
         return future
 
     def abandon(self) -> None:
-        """Count the thread as late until its call returns."""
-        self.late.add(self._thread)
-        self.submit(partial(self.late.discard, self._thread))
+        """Count the call under way as late until it returns."""
+        self.late.add(self._calls)
+        self.submit(partial(self.late.discard, self._calls))
 
 
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (wanted := calls.get()) is not None:
-        call, future = wanted
-        if not future.cancelled():
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-                    future.set_exception(error)
-        del wanted, call, future
+class _Calls:
+    """The calls that wait for one thread, and that thread while there is one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = queue.SimpleQueue[_Call]()
+        self._is_served = False
+
+    def add(self, wanted: _Call) -> None:
+        with self._lock:
+            self._waiting.put(wanted)
+            if not self._is_served:
+                self._is_served = True
+                threading.Thread(target=self._serve, name="driver", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (wanted := self._next()) is not None:
+            call, future = wanted
+            if not future.cancelled():
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+                    try:
+                        future.set_result(call())
+                    except BaseException as error:  # noqa: BLE001  raised in the waiting thread
+                        future.set_exception(error)
+            del wanted, call, future
+
+    def _next(self) -> _Call | None:
+        """The next call; None if the thread is to end."""
+        with contextlib.suppress(queue.Empty):
+            return self._waiting.get(timeout=_IDLE_S)
+        with self._lock:
+            self._is_served = not self._waiting.empty()
+            return self._waiting.get() if self._is_served else None

@@ -274,13 +274,7 @@ class Remote:
             driver = self.driver()
             return self.answer_of(driver, driver.submit(partial(driver.call, name, *arguments, **options)))
 
-        try:
-            return patiently(once)
-        except Exception:
-            if isinstance(driver := self._opened_driver(), BlockingBackend):
-                driver.caller.end()  # most likely nothing is read after this
-                self._per_thread.driver = None
-            raise
+        return patiently(once)
 
     def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = 0.0) -> T:
         """Wait for what was submitted to `driver`: up to `PAGE_TIMEOUT_S` unless another time is given."""
@@ -338,7 +332,6 @@ class Remote:
         if isinstance(driver, BlockingBackend) and classify(error) not in ("missing", "denied"):
             if isinstance(error, TimeoutError):
                 driver.caller.abandon()
-            driver.caller.end()
             if self._opened_driver() is driver:
                 self._per_thread.driver = None
 
