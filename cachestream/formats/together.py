@@ -221,9 +221,15 @@ class Metadata:
 
 
 def tables_in(files: FileList) -> tuple[str, ...]:
-    """Return the names of the tables that may describe `files`: those listed first, and one in the root."""
+    """Return the names of the tables that may describe `files`: those listed first, and one in the root.
+
+    Of a long list the root is asked for one, if the first file lies there, or in a folder that is usual for
+    pairs: not where folders are classes.
+    """
     first = files.names[:MOST_COMPARED]
     found = [name for name in first if posixpath.basename(name) in _TABLES]
-    if not found and (files.is_open or len(files) > MOST_COMPARED):
+    is_long = files.is_open or len(files) > MOST_COMPARED
+    folder = first[0].rpartition("/")[0] if first else ""
+    if not found and is_long and (not folder or _usual_level(folder.partition("/")[0])):
         found += [name for name in _TABLES if Files(files.over(Names([name])), Kept())[0].exists()]
     return tuple(found)

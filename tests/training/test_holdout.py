@@ -286,7 +286,7 @@ def test_a_cache_has_one_share_and_a_state_one_split(
         with pytest.raises(ConfigError, match=r"drawn with split='train'.*has split='held-out'"):
             others.load_state_dict(train.state_dict())
     with EpochLoader(cache, 4):
-        assert "say split='train'" in caplog.text
+        assert "give split='train'" in caplog.text
     cache.clear()
     fill(cache, holdout=0.1)
 
