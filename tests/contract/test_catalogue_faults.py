@@ -110,7 +110,9 @@ def test_without_a_worker_training_goes_on_and_who_looks_is_told_at_once_what_to
 ) -> None:
     with cs.EpochLoader(resting, 16) as loader:
         assert len(list(loader)) == 4
-        assert len(loader) == 4, "the next epoch is prepared: its transaction would write what is damaged anew"
+        assert len(loader) == 4, (
+            "the next epoch is prepared: its transaction would write what is damaged anew"
+        )
         damage(catalogue_of(resting))
         began_s = time.monotonic()
         with pytest.raises(cs.CacheError, match="cachestream verify CACHE --repair"):
