@@ -19,7 +19,7 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -61,6 +61,22 @@ _STATEMENTS: Final = (
 )
 
 
+class Revision(NamedTuple):
+    """A state of the catalogue. Two equal revisions mean that nothing was committed in between.
+
+    `openings` counts those of this process; `others` is SQLite's count of commits by other connections, and
+    `own` that of commits by this one.
+    """
+
+    openings: int
+    others: int
+    own: int
+
+    def after_one(self) -> Revision:
+        """The state after one more transaction of this process, and none of another."""
+        return self._replace(own=self.own + 1)
+
+
 class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
@@ -85,7 +101,7 @@ class Catalogue:
         self._read_only = False
         self._troubled_s: float | None = None  # since when it has been missing, damaged or unreadable
         self._local = threading.local()
-        self._commits = 0
+        self._openings = self._commits = 0
         with _fork_lock:
             _catalogues.add(self)
 
@@ -192,6 +208,13 @@ class Catalogue:
                         self.close()  # it could not roll back; the next connection does, from the journal
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
+    def revision(self) -> Revision:
+        """The current revision; every commit, by any process, changes it. Not within a transaction."""
+        with self._lock, translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+            # data_version counts the commits of other connections.
+            others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
+            return Revision(self._openings, others, self._commits)
+
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""
         with self._lock:
@@ -272,6 +295,7 @@ class Catalogue:
             self.close()
         if self._connection is None:
             self._connection = self._open()
+            self._openings += 1
         return self._connection
 
     def _open(self) -> sqlite3.Connection:

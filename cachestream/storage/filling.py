@@ -210,7 +210,7 @@ class Filling:
         text = json.dumps([round(share, 3) for share in shares])
         with self._catalogue.reading() as tables:
             known = tables.meta("mixture")
-        if known != text:
+        if known != text:  # otherwise no commit: it would keep the snapshot from being reused
             with self._catalogue.transaction() as tables:
                 tables.set_meta("mixture", text)
 

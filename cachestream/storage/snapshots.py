@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -31,12 +32,13 @@ from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
-    from cachestream.storage.catalogue import Catalogue
+    from cachestream.storage.catalogue import Catalogue, Revision
     from cachestream.storage.eviction import EvictionPolicy
     from cachestream.storage.leases import LeasedShards
     from cachestream.storage.tables import Tables
 
 logger = logging.getLogger("cachestream")
+_REUSE_S: Final = 10.0
 _RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 
 
@@ -317,7 +319,7 @@ def weigh_shards(cache: Cache, weights: Mapping[int, float]) -> None:
     with cache.catalogue.reading() as tables:
         known = dict(tables.execute("SELECT id, weight FROM live").fetchall())
     changed = {shard_id: weight for shard_id, weight in weights.items() if known.get(shard_id) != weight}
-    if changed:
+    if changed:  # otherwise no commit: it would keep the snapshot from being reused
         with cache.catalogue.transaction() as tables:
             pairs = [(weight, shard_id) for shard_id, weight in changed.items()]
             tables.executemany("UPDATE shards SET weight = ? WHERE id = ?", pairs)
@@ -342,30 +344,56 @@ def shard_uses(catalogue: Catalogue) -> tuple[IntArray, IntArray, IntArray]:
     return ids, counts, uses
 
 
-class ReusableSnapshots:
-    """The snapshots of one reader. The last one is used again if no new one can be taken, as on a full disk
-    or a locked catalogue. Used by one thread.
+@dataclass(slots=True)
+class _LastSnapshot:
+    """The last snapshot, with a lease of its own.
+
+    `revision`: the state of the catalogue in which the snapshot may be reused until `until_s`; None if it
+    does not hold all shards. `uncounted`: the reuses that the catalogue does not know of yet.
     """
 
-    def __init__(self, cache: Cache, split: Split | None = None, view: View = ALL) -> None:
+    snapshot: Snapshot
+    lease: Lease
+    revision: Revision | None
+    until_s: float
+    uncounted: int = 0
+
+
+class ReusableSnapshots:
+    """The snapshots of one reader: the last one is reused while nothing changes. Used by one thread.
+
+    Epochs of a few milliseconds are shorter than the time to make a lease, which is a file, a lock, and a
+    transaction that waits for the disk. A snapshot is therefore reused for ten seconds while no worker runs
+    and nothing was committed: a new one would hold the same shards. Its reuses are counted together, at the
+    next snapshot or by `settle`. A process that is killed loses the uses of some seconds, but not their
+    order: all shards were used alike.
+
+    The last one is also used again if no new one can be taken, as on a full disk or a locked catalogue.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        clock: Callable[[], float] = time.monotonic,
+        split: Split | None = None,
+        view: View = ALL,
+    ) -> None:
         self._cache = cache
         self._split = split
         self._view = view
-        self._last: tuple[Snapshot, Lease] | None = None  # with a lease of its own
+        self._clock = clock
+        self._last: _LastSnapshot | None = None
         self._warned = False  # that the last snapshot is used again
         self._recent_leases: list[str] = []  # paths of the leases of the last epochs
 
     def take(self, epoch_size: int | None, turnover: float, min_samples: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
-        self._enforce_limit()  # the shards of the epoch before last may be evicted now
         try:
-            snapshot, lease = self._cache.take_snapshot(
-                epoch_size, turnover, min_samples, self._recent_leases, self._split, self._view
-            )
+            return self._take(epoch_size, turnover, min_samples)
         except (SchemaMismatchError, CacheVersionError):
             raise
         except CacheError as error:
-            if self._last is None or (again := self._last[1].again()) is None:
+            if (last := self._last) is None or (lease := last.lease.again()) is None:
                 raise
             if not self._warned:
                 logger.warning(
@@ -374,27 +402,68 @@ class ReusableSnapshots:
                     *(self._cache.path, str(error)),  # not the error, whose frames hold maps
                 )
                 self._warned = True
-            return self._last[0], again
-        self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
-        self._warned = False
-        self._release()
-        mine = lease.again()
-        self._last = None if mine is None else (snapshot, mine)
-        return snapshot, lease
+            return last.snapshot, lease
 
     def close(self) -> None:
         """Release the snapshot, and enforce the cache's limit."""
-        self._release()
-        self._enforce_limit()
+        self.settle()
+        if os.path.exists(self._cache.catalogue.path):
+            self._enforce_limit()
 
-    def _release(self) -> None:
+    def settle(self) -> None:
+        """Count the uses that are not yet counted, and release the snapshot."""
         last, self._last = self._last, None
         if last is not None:
-            last[1].release()
+            last.lease.release()
+            self._count_uses(last)
+
+    def _take(self, epoch_size: int | None, turnover: float, min_samples: int) -> tuple[Snapshot, Lease]:
+        cache, last = self._cache, self._last
+        is_reusable = epoch_size is None and not cache.has_worker()
+        if last is not None:
+            if is_reusable and (lease := self._reuse(last)) is not None:
+                return last.snapshot, lease
+            last.revision = None
+            self._count_uses(last)
+        if is_reusable:
+            self._enforce_limit()  # the shards of the epoch before last may be evicted now
+        before = cache.catalogue.revision()
+        snapshot, lease = cache.take_snapshot(
+            epoch_size, turnover, min_samples, self._recent_leases, self._split, self._view
+        )
+        self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
+        revision = None
+        # What the snapshot leaves out will be evicted soon.
+        if is_reusable and snapshot.num_shards == cache.num_shards:
+            now = cache.catalogue.revision()
+            revision = now if now == before.after_one() else None
+        mine, until_s = lease.again(), self._clock() + _REUSE_S
+        self._last = None if mine is None else _LastSnapshot(snapshot, mine, revision, until_s)
+        self._warned = False
+        if last is not None:
+            last.lease.release()
+        return snapshot, lease
+
+    def _reuse(self, last: _LastSnapshot) -> Lease | None:
+        """Another lease on the `last` snapshot, if a new one would be the same."""
+        if self._clock() > last.until_s or self._cache.catalogue.revision() != last.revision:
+            return None
+        lease = last.lease.again()
+        last.uncounted += lease is not None
+        return lease
+
+    def _count_uses(self, last: _LastSnapshot) -> None:
+        times = last.uncounted
+        trains = self._split is None or not self._split.held_out
+        # A cache that was removed gets no new catalogue.
+        if trains and times and os.path.exists(self._cache.catalogue.path):
+            ids = last.snapshot.shard_ids
+            with self._cache.catalogue.transaction() as tables:
+                tables.mark_used(ranges_of(ids, np.arange(len(ids))), times)
+        last.uncounted = 0
 
     def _enforce_limit(self) -> None:
         """Enforce the limit where no worker does. An error is ignored: the next snapshot tries again."""
-        # A cache that was removed gets no new catalogue.
-        if os.path.exists(self._cache.catalogue.path) and not self._cache.has_worker():
+        if not self._cache.has_worker():
             with suppress(CacheError):
                 self._cache.enforce_limit()
