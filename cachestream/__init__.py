@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         WorkerTimeoutError,
     )
     from cachestream.formats.arrow import ArrowSource
-    from cachestream.formats.caches import CacheSource
+    from cachestream.formats.cache import CacheSource
     from cachestream.formats.files import FileSource
     from cachestream.formats.lines import LinesSource
     from cachestream.formats.litdata import LitDataSource
@@ -112,7 +112,7 @@ _HOMES: Final[dict[str, str]] = {
     "ArraySource": "sources.arrays",
     "ArrowSource": "formats.arrow",
     "Cache": "storage.cache",
-    "CacheSource": "formats.caches",
+    "CacheSource": "formats.cache",
     "CallableSource": "sources.datasets",
     "DatasetSource": "sources.datasets",
     "EpochDataset": "training.dataset",

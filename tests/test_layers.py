@@ -141,7 +141,7 @@ def test_formats_use_what_those_of_other_packages_may_use() -> None:
     assert len(trees) > 15
     wrong = []
     for name, tree in trees.items():
-        allowed = (*FOR_FORMATS, "cachestream.formats", *(OF_CACHES if name == "formats.caches" else ()))
+        allowed = (*FOR_FORMATS, "cachestream.formats", *(OF_CACHES if name == "formats.cache" else ()))
         for found in _imports(name, tree):
             inside = found.target.startswith("cachestream.")
             if inside and not any(_names(found.target, one) for one in allowed):

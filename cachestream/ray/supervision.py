@@ -118,15 +118,12 @@ class SharingProcess:
 
     def _offer(self) -> None:
         """Have some positions made without the group."""
-        shared = self._shared_pass()
-        if shared is None or not shared.undecided:
-            return
         size = self._block_size
-        for _ in range(shared.wants):
+        while (shared := self._shared_pass()) is not None and shared.undecided and shared.wants:
             start, stop = random.choice(shared.undecided)
             start = random.randrange(start, stop, size)
             self._planner.queue.decide([(start, min(stop, start + size))])
-        self._planner.is_dirty = True
+            self._planner.is_dirty = True
 
     def handle(self, process: int, channel: Channel, message: Message) -> bool:
         """Act on a message of the process; False for one that is not about sharing."""

@@ -212,8 +212,7 @@ class Download:
             stop = None if most == math.inf else int(most)
             request = self._request = RangeRequest(self._file, backend, self.offset, stop)
         nbytes = self._likely_bytes()
-        is_known = self._file.version.size_bytes >= 0 or self.stop is not None
-        metering.asking(nbytes if is_known else 1)  # the rest is paid for when it comes
+        metering.asking(nbytes)
         self._asked_s = time.monotonic()
         self._deadline_s = request.backend.deadline_s(nbytes)
         patience_s = (
@@ -227,8 +226,11 @@ class Download:
         """Return how many bytes the next piece is likely to have."""
         if self.offset < 0:
             return -self.offset
-        ends = (end for end in (self.stop, self._file.version.size_bytes) if end is not None and end >= 0)
-        return min((self._step_bytes, *(end - self.offset for end in ends)))
+        size_bytes = self._file.version.size_bytes
+        ends = [end for end in (self.stop, size_bytes) if end is not None and end >= 0]
+        nbytes = min((self._step_bytes, *(end - self.offset for end in ends)))
+        is_known = size_bytes >= 0 or self.num_bytes
+        return nbytes if is_known else min(nbytes, self._file.remote.likely_bytes())
 
     def take(self) -> memoryview:
         """Wait for the pending piece, or the next one; none at the end of the file."""

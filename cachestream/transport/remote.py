@@ -25,7 +25,7 @@ from fsspec.utils import get_protocol
 
 from cachestream.config import check_mapping, collection_paused, parse_size
 from cachestream.errors import ConfigError
-from cachestream.transport import object_limit
+from cachestream.transport import metering, object_limit
 from cachestream.transport.backends import Backend, BlockingBackend, CallBackend, S3Backend, WebBackend
 from cachestream.transport.driver import (
     CONNECT_S,
@@ -38,6 +38,7 @@ from cachestream.transport.remote_errors import classify, map_errors, patiently,
 
 T = TypeVar("T")
 
+_MEAN_GAIN: Final = 0.1
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
 PAGE_TIMEOUT_S: Final = 60.0  # to list a folder, or a page of it
 # At least as many as there can be requests: a wait for a free connection would count as a late answer.
@@ -175,6 +176,7 @@ class Remote:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._shared: Backend | None = None
+        self._mean_object_bytes = 0.0  # of the objects that are read whole; a running mean
         self._per_thread = threading.local()
 
     def __getstate__(self) -> tuple[str, dict[str, Any], int]:
@@ -286,6 +288,15 @@ class Remote:
         finally:
             del asked  # its error refers to this frame
         return found
+
+    def likely_bytes(self) -> int:
+        """Return how many bytes a request for a whole object is likely to bring: they are paid for before."""
+        return metering.at_most(int(self._mean_object_bytes or metering.NO_LIMIT_BYTES))
+
+    def saw_object(self, nbytes: int) -> None:
+        """Add an object that was read whole to the mean size."""
+        usual = self._mean_object_bytes
+        self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
 
     @property
     def most_bytes(self) -> int:

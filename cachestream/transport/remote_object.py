@@ -157,6 +157,7 @@ class RemoteObject:
             self._read_parts([(have, size_bytes)], [rest], have)
             memory.num_bytes = size_bytes
             self.look_again()
+        self.remote.saw_object(memory.num_bytes)
         return memory.all()
 
     # --- parts
@@ -306,6 +307,7 @@ class _RemoteStream(Stream):
             self.size_bytes = file.version.size_bytes
         if download.is_at_end:
             file.look_again()
+            file.remote.saw_object(download.offset)
         elif self._likely_stop is None or download.offset < self._likely_stop:
             download.ask()
         return piece
