@@ -78,7 +78,7 @@ sanitize: $(VENV)/.ready-dev  ## test the parts in C under gcc's address and und
 	done
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
-	  $(abspath $(BIN))/python -m pytest -n 2 -m "not slow" tests/training tests/sources/test_tf_example.py $(PYTEST_ARGS)
+	  $(abspath $(BIN))/python -m pytest -n 2 -m "not slow" tests/training $(PYTEST_ARGS)
 
 wheels: $(VENV)/.ready-dev  ## what a release holds, in dist: the source, and the wheel of this kind of machine
 	rm -rf dist build/lib build/wheel

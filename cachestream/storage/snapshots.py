@@ -363,7 +363,7 @@ class ReusableSnapshots:
     """The snapshots of one reader: the last one is reused while nothing changes. Used by one thread.
 
     Epochs of a few milliseconds are shorter than the time to make a lease, which is a file, a lock, and a
-    transaction that waits for the disk. A snapshot is therefore reused for ten seconds while no worker runs
+    transaction. A snapshot is therefore reused for ten seconds while no worker runs
     and nothing was committed: a new one would hold the same shards. Its reuses are counted together, at the
     next snapshot or by `settle`. A process that is killed loses the uses of some seconds, but not their
     order: all shards were used alike.

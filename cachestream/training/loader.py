@@ -49,7 +49,7 @@ class EpochLoader:
     A batch is a dict of tensors `[batch_size, ...]` (lists for str, bytes and fields whose shape varies), or
     a tuple or a bare value if the samples are. Tensors own their memory: change them, keep them. The next
     epoch is prepared during this one, so there is no gap between them. Under `torch.distributed` the ranks
-    agree by themselves: all ranks make the same number of steps, and no sample comes twice in an epoch.
+    agree by themselves: all ranks make the same number of steps, and no sample comes twice in a pass over the cache.
 
     Args:
         cache: the `Cache` to draw from.

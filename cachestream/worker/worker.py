@@ -245,8 +245,8 @@ def start_worker(
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64 (default 16).
         hang_timeout_s: a process in which one sample takes longer (30) is killed and restarted. A unit that does
-            not answer for a third of this time lets others go first; after four times this time it is left
-            out, if its remote answers otherwise.
+            not answer for a second lets others go first; after four times `hang_timeout_s` it is left out, if
+            its remote answers otherwise.
         partition: `(i, n)`, from 0: the share of node i of n. Shares are disjoint and complete, whatever order,
             seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal, so that a

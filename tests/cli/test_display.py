@@ -12,18 +12,10 @@ from cachestream.cli.display import status_view
 from cachestream.cli.facts import Activity, RateWindow, one_line, rates_between, remaining_s
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import FailureRow
-from cachestream.storage.telemetry import LoaderReport, Totals
+from cachestream.storage.telemetry import Totals
+from tests.support.loader_report import LOADER
 
 NOTHING = Totals(**{field.name: 0 for field in dataclasses.fields(Totals)})
-
-LOADER = LoaderReport(
-    *(3, 64, 4, 500, 50, 0, 1.0, 0.5, 0.5, 0.0, 8.0, 1.0, 0.1),
-    pid=9,
-    rank=0,
-    ranks=1,
-    reported_s=0.0,
-    epochs=(),
-)
 
 
 def totals(**values: Any) -> Totals:

@@ -1,7 +1,8 @@
-"""A filled cache to copy: what a worker has left when it had read everything."""
+"""Fixtures of the contract: a filled cache to copy, as a worker has left it, and the warnings that were logged."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -121,3 +122,14 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The warnings of this process so far, each as one text."""
+    found = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cachestream").addHandler(handler)
+    yield found
+    logging.getLogger("cachestream").removeHandler(handler)

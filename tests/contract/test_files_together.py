@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,6 @@ from PIL import Image
 
 import cachestream as cs
 from tests.support.s3 import S3Server
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The warnings of this process so far, each as one text."""
-    found = list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("cachestream").addHandler(handler)
-    yield found
-    logging.getLogger("cachestream").removeHandler(handler)
 
 
 def images(folder: Path, names: Sequence[str], *, add: int = 0, mode: str = "RGB") -> None:

@@ -90,9 +90,11 @@ def test_samples_that_do_not_come_are_an_error_at_the_deadline(
         cs.Cache(tmp_path / "empty", "4MB", min_free=0) as cache,
         cs.EpochLoader(cache, 4, timeout_s=1.0) as loader,
     ):
+        began_s = time.monotonic()
         with pytest.raises(cs.NotEnoughSamplesError, match="holds 0 samples") as caught:
             wait(loader)
         assert isinstance(caught.value, TimeoutError)
+        assert time.monotonic() - began_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), None, "x"])

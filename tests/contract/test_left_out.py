@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,6 @@ from pyarrow import feather
 
 import cachestream as cs
 from tests.support.s3 import S3Server
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The warnings of this process so far, each as one text."""
-    found = list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("cachestream").addHandler(handler)
-    yield found
-    logging.getLogger("cachestream").removeHandler(handler)
 
 
 def samples(source: Any) -> list[dict[str, Any]]:

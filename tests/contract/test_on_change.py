@@ -156,10 +156,11 @@ def test_a_worker_that_is_killed_goes_on_replacing_where_it_was(cache: cs.Cache)
         ) as worker:
             watch(cache, worker, least)
             status = cache.status().worker
-            if least and status is not None:
+            if least:
+                assert status is not None, "it is still at work"
                 os.kill(status.pid, signal.SIGKILL)
                 worker.stop()  # nobody is to replace it here
-            elif not least:
+            else:
                 assert worker.wait(DEADLINE_S)
         assert all(found in (OLD[key], NEW[key]) for key, found in values(cache).items())
     assert values(cache) == NEW

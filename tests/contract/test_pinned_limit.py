@@ -1,4 +1,4 @@
-"""`EpochLoader(pinned_limit=)`: a size as bytes or text, which is checked with and without a device."""
+"""`EpochLoader(pinned_limit=)`: a size as bytes or text, which is checked also where nothing is pinned."""
 
 from __future__ import annotations
 

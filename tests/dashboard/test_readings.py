@@ -17,19 +17,12 @@ from cachestream.dashboard.readings import (
     verdict,
 )
 from cachestream.storage.status import CacheStatus, WorkerStatus
-from cachestream.storage.telemetry import LoaderReport, Totals
+from cachestream.storage.telemetry import Totals
 from tests.support.caches import fill
+from tests.support.loader_report import LOADER
 
 TOTALS = Totals(100, 10, 5_000, 5_000, 4_000, 0, 0, 0, 6.0, 3.0, 0.5, 0.5, 0.0, 0.0)
 WORKER = WorkerStatus(7, 60.0, 0, ("fetching", "writing"), TOTALS)
-LOADER = LoaderReport(
-    *(3, 64, 4, 500, 50, 0, 1.0, 0.5, 0.5, 0.0, 8.0, 1.0, 0.1),
-    pid=9,
-    rank=0,
-    ranks=1,
-    reported_s=0.0,
-    epochs=(),
-)
 
 
 @pytest.fixture

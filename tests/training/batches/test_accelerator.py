@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import cachestream as cs
+from cachestream.training.batches import transfer
+from cachestream.training.batches.memory import PinnedMemory
 from cachestream.training.batches.transfer import BatchTransform, accelerator, make_transfer
 from tests.support.forked import run_forked
 from tests.support.simulated_device import SimulatedStream, recorded, register, use_streams
@@ -76,6 +78,30 @@ def test_batches_arrive_whole_however_late_the_device_works(
 ) -> None:
     cache = cache_of([{"x": torch.full((size,), float(i)), "number": i} for i in range(64)], [32, 32])
     run(main, cache.path)
+
+
+def bounded() -> None:
+    register()
+    limits = []
+
+    class Told(PinnedMemory):
+        def __init__(self, limit_bytes: int | None) -> None:
+            limits.append(limit_bytes)
+            super().__init__(0)  # the simulated device pins nothing
+
+    transfer.PinnedMemory = Told  # type: ignore[misc]
+    transfer._can_pin = lambda _: True
+    with (
+        cs.Cache(sys.argv[1]) as cache,
+        cs.EpochLoader(cache, 4, device="sim", pinned_limit="64KB") as loader,
+    ):
+        assert sum(len(batch["number"]) for batch in loader) == 64
+    assert limits == [64_000]
+
+
+@pytest.mark.e2e
+def test_the_pinned_memory_of_a_loader_is_bounded_as_it_says(cache_of: Any) -> None:
+    run(bounded, cache_of([{"x": torch.zeros(500), "number": i} for i in range(64)], [32, 32]).path)
 
 
 def refusals() -> None:
