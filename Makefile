@@ -61,6 +61,7 @@ e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, whi
 	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)
 
 soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, planted faults; with coverage
+	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -m "slow or hypothesis" --hypothesis-profile thorough -o timeout=1200 -o faulthandler_timeout=7300 $(PYTEST_ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
@@ -103,7 +104,7 @@ bench-accuracy: $(PEERS_VENV)/.ready-peers  ## time to accuracy over a slow remo
 
 clean:  ## remove what was made here, the virtual environment too
 	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
-	rm -f cachestream/training/batches/*.so
+	rm -f cachestream/training/batches/*.so .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.

@@ -6,6 +6,9 @@ process boundaries on their way from the sampling processes to the user.
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class CacheStreamError(Exception):
     """The base of all cachestream errors."""
@@ -84,3 +87,12 @@ class NotEnoughSamplesError(EpochError, TimeoutError):
 
 class RankMismatchError(EpochError):
     """The ranks of a distributed job could not agree on an epoch; the message names the rank."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn `message` at the line of the caller's own code: the nearest one outside this package."""
+    package, level = __name__.partition(".")[0], 2
+    frame = sys._getframe(1)
+    while (above := frame.f_back) and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = above, level + 1
+    warnings.warn(message, stacklevel=level)

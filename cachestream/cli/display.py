@@ -54,11 +54,10 @@ def status_view(status: CacheStatus, rates: Activity | None = None) -> Renderabl
 
 def _with_bar(share: float, text: str) -> RenderableType:
     """`text` beside a bar that is full to `share`, or below the bar where there is no room for both."""
-    share, colour = (
-        min(max(share, 0.0), 1.0),
-        "cyan",
-    )  # also of a full bar, which is grey otherwise in 16 colours
-    bar = ProgressBar(1.0, share, _BAR_WIDTH, complete_style=colour, finished_style=colour)
+    colour = "cyan"  # also of a full bar, which is grey otherwise in 16 colours
+    bar = ProgressBar(
+        1.0, min(max(share, 0.0), 1.0), _BAR_WIDTH, complete_style=colour, finished_style=colour
+    )
     return Columns([bar, Text(text)], padding=(0, 2))
 
 

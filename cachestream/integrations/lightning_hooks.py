@@ -8,10 +8,10 @@ attributes. Nothing here imports Lightning: the two packages have the same class
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from cachestream.errors import warn_caller
 from cachestream.training.loader import EpochLoader
 from cachestream.training.stats import metrics
 
@@ -115,11 +115,10 @@ def _warn_of_schedule(trainer: Any) -> None:
         # OneCycleLR raises ValueError after its last step; CosineAnnealingLR begins to rise again.
         end = getattr(config.scheduler, "total_steps", None) or getattr(config.scheduler, "T_max", None)
         if config.interval == "step" and end is not None:
-            warnings.warn(
+            warn_caller(
                 f"{type(config.scheduler).__name__} ends after {end} steps, and epochs get longer while the "
                 "cache is filling: give the EpochLoader an epoch_size, or the Trainer max_steps, and the "
                 "schedule that many steps",
-                stacklevel=2,
             )
 
 

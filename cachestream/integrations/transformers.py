@@ -8,14 +8,13 @@ all epochs have that length while the cache grows.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, warn_caller
 from cachestream.training.loader import EpochLoader
 
 __all__ = ["CacheCallback", "CacheTrainer"]
@@ -67,10 +66,9 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 )
             self.loader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
         if self.loader._options.epoch_size is None and self.loader.cache.fill_state() == "filling":
-            warnings.warn(
+            warn_caller(
                 "the Trainer holds all epochs to the length of the first one, and the cache is still "
                 "filling: give the EpochLoader an epoch_size",
-                stacklevel=2,
             )
 
     def on_save(

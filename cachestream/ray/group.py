@@ -272,12 +272,13 @@ class GroupActor:
 class GroupView:
     """The shards of the other caches of the group, as one cache knows them.
 
-    `refused`: the contents of shards that it cannot use, in this pass.
+    `refused`: the contents of shards that it cannot use in this pass, as long as a cache holds them.
     """
 
     def __init__(self) -> None:
         self.seen = -1
         self.refused: set[str] = set()
+        self._plan = ""
         self.servers: dict[str, Any] = {}
         self._shards: dict[str, HeldShard] = {}
         self._holders: dict[str, dict[str, int]] = {}
@@ -295,6 +296,7 @@ class GroupView:
                 if not holders:
                     self._holders.pop(content, None)
                     self._shards.pop(content, None)
+                    self.refused.discard(content)
 
     def holders(self, shard: HeldShard) -> list[tuple[str, int]]:
         """The caches that hold a shard, each with the id that it has there."""
@@ -315,6 +317,9 @@ class GroupView:
         The cache has the shards with the contents `held`. Shards of earlier passes are for one that
         `has_room`: the latest come first.
         """
+        if plan != self._plan:
+            self._plan = plan
+            self.refused.clear()
         lacking = [
             shard
             for content, shard in self._shards.items()

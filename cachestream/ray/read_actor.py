@@ -227,7 +227,7 @@ class UnitsReader:
             self._plan = plan
             self._engine.use_plan(plan)
         self._engine.fetcher.submit([UnitRead(unit) for unit in units])
-        self._due_s, self._beat_at_s = begun_s + self._result_s, begun_s + min(_BEAT_S, self._hang_s / 8)
+        self._due_s, self._beat_at_s = begun_s + self._result_s, begun_s + self._beat_s
         while (self._out.nbytes or self._has_more) and not self._is_due(time.monotonic()):
             next(self._steps)
         if self._out.nbytes:
@@ -244,7 +244,15 @@ class UnitsReader:
     def _is_due(self, now_s: float) -> bool:
         if self._out.nbytes:
             return self._out.nbytes >= RESULT_BYTES or now_s >= self._due_s or not self._has_more
-        return now_s >= self._beat_at_s and self._is_alive(now_s)
+        if now_s < self._beat_at_s:
+            return False
+        # Also without a sign of life, which is then looked for again after a pause.
+        self._beat_at_s = now_s + self._beat_s
+        return self._is_alive(now_s)
+
+    @property
+    def _beat_s(self) -> float:
+        return min(_BEAT_S, self._hang_s / 8)
 
     def _is_alive(self, now_s: float) -> bool:
         """True if no reading thread has been without a sign of life for long."""

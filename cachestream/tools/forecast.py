@@ -27,9 +27,8 @@ from cachestream.tools.diagnose import Stages
 from cachestream.worker.sampling.shard_writer import max_age_s, target_bytes
 
 _MOST_EPOCHS: Final = 20_000
-_LATER_EPOCHS: Final = (
-    20  # simulated after all has been seen, or after an endless source has filled the cache
-)
+# Simulated after all has been seen, or after an endless source has filled the cache.
+_LATER_EPOCHS: Final = 20
 _TURNOVERS: Final = (0.1, 0.25, 0.5, 0.75)
 _WIDTH: Final = 80
 _START_S: Final = 1.0  # of a worker
@@ -131,6 +130,7 @@ class Forecast:
         if setup.num_samples is not None:
             remote = f"{setup.num_samples:,} samples, {format_size(setup.num_samples * setup.fetched_bytes)}"
             seen = f"{format_duration(self.seen_s)}; {self.seen_share:.1%} of it"
+        how_much = "seen" if setup.num_samples is None else "all seen"
         lines = {
             "remote": remote,
             "filling": f"{setup.fill_per_s:,.0f} samples/s, "
@@ -138,9 +138,7 @@ class Forecast:
             "first batch": format_duration(self.first_batch_s),
             "epochs": f"{first:,} samples at first, then {middle:,}, {last.samples if last else 0:,} at last",
             "cache full": format_duration(self.full_s),
-            "all seen"
-            if setup.num_samples is not None
-            else "seen": f"{seen} in {format_duration(setup.duration_s)}",
+            how_much: f"{seen} in {format_duration(setup.duration_s)}",
             "uses": f"{self.uses:,.1f} times each sample that was seen",
             "waiting": f"{format_duration(self.waited_s)}, {self.waited_s / setup.duration_s:.2%} of the time",
             "egress": format_size(self.fetched_bytes),

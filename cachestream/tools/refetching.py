@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import random
 import time
@@ -355,12 +356,12 @@ class _Maker:
 def _read_part(
     source: Source, plan: PassPlan, part: tuple[int, int, int]
 ) -> list[tuple[Unit, int, str, Any]]:
-    """The samples from one offset of a unit up to another, read again while the remote fails, for a minute.
+    """The samples from one offset of a unit up to another, read again for a minute after the remote has failed.
 
     Raises _NotReproducibleError for a part that is damaged: it was not when it was sampled.
     """
     number, first, stop = part
-    until_s = time.monotonic() + _GIVE_UP_S
+    until_s = math.inf
     while True:
         try:
             samples = enumerate(source.read(number, unit_generator(plan, number)))
@@ -371,6 +372,7 @@ def _read_part(
         except SourceUnavailableError:
             if time.monotonic() >= until_s:
                 raise
+            until_s = min(until_s, time.monotonic() + _GIVE_UP_S)
             time.sleep(random.uniform(0.0, _PAUSE_S))
 
 

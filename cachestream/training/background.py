@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from cachestream.errors import EpochError
+from cachestream.errors import EpochError, warn_caller
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import find_job, warn_if_early
 from cachestream.training.stats import Meter
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from cachestream.training.rendezvous import ProcessGroup
 
 _JOIN_S: Final = 5.0
-_EXIT_JOIN_S: Final = 30.0  # longer than an unanswered call to the ranks' store takes
+_EXIT_JOIN_S: Final = 30.0  # longer than the ranks wait for an answer of their store
 _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 
 _started: weakref.WeakSet[Background] = weakref.WeakSet()
@@ -82,11 +81,10 @@ class Background:
             return None
         check_process(self._pid)
         if self.preparer.num_ranks == 1 and job.size > 1 and not self._warned_early:
-            warnings.warn(
+            warn_caller(
                 f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process "
                 f"alone: it is rank {job.rank} of {job.size} from now on, and its epochs are shorter. Call "
                 "init_process_group() first",
-                stacklevel=5,
             )
         return job
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream import tracing
-from cachestream.errors import EpochError
+from cachestream.errors import EpochError, warn_caller
 from cachestream.training.position import Position
 from cachestream.training.ranks import find_job, is_initialized
 from cachestream.training.threads import check_process
@@ -216,16 +215,14 @@ class Epochs:
         self.meter.enter_segment(segment)
         if iteration.segment is None:
             self.meter.end_gap(wait_s)
-        else:
-            self.window.end(iteration.segment)
+        self.window.enter(segment)
         iteration.segment, iteration.end_step = segment, segment.end_step
         if self._recorder is not None and (ranks := self._background.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
-            warnings.warn(
+            warn_caller(
                 f"{segment.missing} samples of epoch {iteration.epoch} are not cached any more since its "
                 "state was saved, and are skipped",
-                stacklevel=4,
             )
 
     def finish(self, iteration: Iteration, wait_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The options of an `EpochLoader`, checked, and where those belong that it does not take."""
+"""The options of an `EpochLoader`, checked, and hints for arguments that belong elsewhere."""
 
 from __future__ import annotations
 

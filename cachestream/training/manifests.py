@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cachestream.errors import CacheStreamError, ConfigError, EpochError
+from cachestream.errors import CacheStreamError, ConfigError, EpochError, warn_caller
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
@@ -230,15 +229,14 @@ class Recorder:
         done = [future for future in self._sent if future.done()]
         self._sent = [future for future in self._sent if not future.done()]
         for error in filter(None, (future.exception() for future in done)):
-            warnings.warn(f"an epoch could not be recorded: {error}", stacklevel=5)
+            warn_caller(f"an epoch could not be recorded: {error}")
 
     def _warn_of_late(self, late: set[Future[None]]) -> None:
         if late:
-            warnings.warn(
+            warn_caller(
                 f"{len(late)} of the manifests in {self._folder} are not written after {_CLOSE_S:g} s, and "
                 "will be when the disk answers: do not replay from there before; record= a folder on a "
                 "faster disk",
-                stacklevel=4,
             )
 
     def _write(self, segment: Segment, lease: Lease, leader: int, world_size: int) -> None:

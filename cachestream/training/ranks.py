@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from cachestream import errors
-from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
+from cachestream.errors import CacheStreamError, EpochError, RankMismatchError, warn_caller
 from cachestream.training.rendezvous import (
     ANNOUNCED_AT,
     PAUSES_S,
@@ -319,10 +318,9 @@ def warn_if_early(asked: str, told: str) -> bool:
     size = os.environ.get("WORLD_SIZE", "1")
     is_early = find_job() is None and size.isdecimal() and int(size) > 1
     if is_early:
-        warnings.warn(
+        warn_caller(
             f"{asked} before torch.distributed.init_process_group(), and WORLD_SIZE is {size}: {told}. "
             "Call init_process_group() first",
-            stacklevel=5,
         )
     return is_early
 
@@ -362,7 +360,8 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
     job = find_job()
     if job is None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         warn_if_early(
-            "cs.stream was called", "a node with a cache of its own reads all of the remote, not its share"
+            "cs.stream was called",
+            "a node with a cache of its own reads all of the remote, not its share",
         )
     if job is None or job.size == 1:
         return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch.distributed as dist
 
 from cachestream.errors import RankMismatchError
-from cachestream.training.threads import make_thread, start_once
+from cachestream.training.threads import make_thread, start_once, watched
 
 if TYPE_CHECKING:
     from cachestream.training.threads import Flag
@@ -91,7 +91,10 @@ def _within(limit_s: float, ask: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     start_once(make_thread(call, "rendezvous"))
-    return answer.result(limit_s)
+    left_s = limit_s
+    while not answer.done() and left_s > 0:
+        left_s -= watched(lambda moment_s: futures.wait([answer], moment_s), left_s)
+    return answer.result(0)
 
 
 def _no_answer(at: str, error: Exception) -> str:
@@ -115,8 +118,9 @@ def meet_at(
     began_s, rank = time.monotonic(), job.rank
     connect_s, answer_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
     default = _default_store()
-    exchange, tcp = StoreConnection(PrefixStore(prefix, default), answer_s), _tcp_below(default)
-    # Not the job's own connection: while torch waits there for a key, it holds that for itself.
+    # While torch waits there for a key of the trainer's, it holds the job's own connection for itself: calls on
+    # that may last as long as the meeting, and the answer of the host is looked for on another one.
+    exchange, tcp = StoreConnection(PrefixStore(prefix, default), deadline_s), _tcp_below(default)
     store = None if tcp is None else _client(tcp.host, tcp.port, connect_s)
     if rank == 0:
         address: dict[str, Any] = {"token": secrets.token_hex(8)}

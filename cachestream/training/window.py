@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 CLOSED: Final = "this EpochLoader is closed; make a new one"
-_PREPARE_AT: Final = (
-    0.75  # share of the batches submitted at which the next segment is prepared at the latest
-)
+# The share of the batches submitted at which the next segment is prepared at the latest.
+_PREPARE_AT: Final = 0.75
 _LEAST_AHEAD_S: Final = 1.0
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
@@ -198,6 +197,14 @@ class Window:
         with self._lock:
             self._drop_tasks(lambda task: task.reader.epoch >= epoch)
             self._top_up()
+
+    def enter(self, segment: Segment) -> None:
+        """Move the trainer into `segment`; those before it are closed, also one that had no batch."""
+        with self._lock:
+            places = [place for place, reader in enumerate(self._readers) if reader.segment is segment]
+            before = self._readers[: places[0]] if places else []
+            self._drop(lambda reader: reader in before)
+        self._close_retired()
 
     def end(self, segment: Segment) -> None:
         """Close `segment`, whose batches the trainer has taken or left."""

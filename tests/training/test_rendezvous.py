@@ -49,11 +49,11 @@ def dist(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> Dist:
     return found
 
 
-def meet(dist: Dist, rank: int, name: str, life: int) -> list[str]:
+def meet(dist: Dist, rank: int, name: str, life: int, size: int = 3) -> list[str]:
     """The names of the other ranks' caches that rank `rank` learns after restart `life`."""
     never = Flag()
-    line = meet_at(ProcessGroup(rank, 3, None), name, "the test", PATIENCE_S, PATIENCE_S, never)
-    ranks = StoreRanks(line, rank, 3, Deadlines(PATIENCE_S), never)
+    line = meet_at(ProcessGroup(rank, size, None), name, "the test", PATIENCE_S, PATIENCE_S, never)
+    ranks = StoreRanks(line, rank, size, Deadlines(PATIENCE_S), never)
     return ranks.meet({}, f"rank {rank} in life {life}")
 
 
@@ -66,6 +66,26 @@ def test_ranks_that_are_started_again_over_the_same_store_meet_one_another_and_n
             first = pool.submit(meet, dist, 0, "again", life)
             expected = [f"rank {rank} in life {life}" for rank in range(3)]
             assert [found.result(PATIENCE_S) for found in (first, *late)] == [expected] * 3
+
+
+def test_a_rank_comes_though_its_trainer_waits_for_long_on_the_connection_of_the_job(
+    dist: Dist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    of_the_job, other = dist._get_default_store(), dist._get_default_store()
+    connections = [other, of_the_job]
+    monkeypatch.setattr(dist, "_get_default_store", connections.pop)
+    with ThreadPoolExecutor(2) as pool:
+        trainer = pool.submit(of_the_job.get, "a key of the trainer")
+        time.sleep(0.1)  # until it waits
+        late = pool.submit(meet, dist, 1, "long", 0, 2)
+        while len(connections) > 1:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        other.set("a key of the trainer", "1")
+        assert trainer.result(PATIENCE_S) == b"1"
+        expected = [f"rank {rank} in life 0" for rank in range(2)]
+        assert [meet(dist, 0, "long", 0, 2), late.result(PATIENCE_S)] == [expected] * 2
 
 
 @pytest.mark.e2e

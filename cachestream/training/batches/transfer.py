@@ -141,6 +141,10 @@ def _can_pin(device: torch.device) -> bool:
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return `value` with `change` applied to all tensors in its dicts, lists and tuples."""
+    if type(value) is dict:  # what is gathered: torch's walk takes ten times as long
+        return {name: map_tensors(part, change) for name, part in value.items()}
+    if type(value) is list:
+        return [map_tensors(part, change) for part in value]
 
     def changed(part: Any) -> Any:
         if not isinstance(part, torch.Tensor):
@@ -149,7 +153,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return nested_tensor_from_jagged(change(part.values()), change(part.offsets()))  # type: ignore[attr-defined]
         return change(part)
 
-    return tree_map(changed, value)
+    return changed(value) if isinstance(value, torch.Tensor) else tree_map(changed, value)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -166,12 +170,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 pending += [part.values(), part.offsets()]  # type: ignore[attr-defined]
             else:
                 yield part
+        elif isinstance(part, _WITHOUT_TENSORS) or id(part) in seen:
+            continue
         elif isinstance(part, Iterator):
             raise ConfigError(
                 f"batch_transform returned a {type(part).__qualname__}, whose tensors cannot be found: "
                 "return tensors in a dict, a list, a tuple or a dataclass"
             )
-        elif not isinstance(part, _WITHOUT_TENSORS) and id(part) not in seen:
+        else:
             seen.add(id(part))
             pending += gc.get_referents(part)
 
