@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -89,9 +90,8 @@ def bounded() -> None:
             limits.append(limit_bytes)
             super().__init__(0)  # the simulated device pins nothing
 
-    transfer.PinnedMemory = Told  # type: ignore[misc]
-    transfer._can_pin = lambda _: True
     with (
+        patch.multiple(transfer, PinnedMemory=Told, _can_pin=lambda _: True),
         cs.Cache(sys.argv[1]) as cache,
         cs.EpochLoader(cache, 4, device="sim", pinned_limit="64KB") as loader,
     ):
