@@ -118,7 +118,7 @@ def _warn_of_schedule(trainer: Any) -> None:
             warn_caller(
                 f"{type(config.scheduler).__name__} ends after {end} steps, and epochs get longer while the "
                 "cache is filling: give the EpochLoader an epoch_size, or the Trainer max_steps, and the "
-                "schedule that many steps",
+                "schedule that many steps"
             )
 
 

@@ -68,7 +68,7 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self.loader._options.epoch_size is None and self.loader.cache.fill_state() == "filling":
             warn_caller(
                 "the Trainer holds all epochs to the length of the first one, and the cache is still "
-                "filling: give the EpochLoader an epoch_size",
+                "filling: give the EpochLoader an epoch_size"
             )
 
     def on_save(

@@ -84,7 +84,7 @@ class Background:
             warn_caller(
                 f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process "
                 f"alone: it is rank {job.rank} of {job.size} from now on, and its epochs are shorter. Call "
-                "init_process_group() first",
+                "init_process_group() first"
             )
         return job
 

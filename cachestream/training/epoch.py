@@ -222,7 +222,7 @@ class Epochs:
         if segment.missing:
             warn_caller(
                 f"{segment.missing} samples of epoch {iteration.epoch} are not cached any more since its "
-                "state was saved, and are skipped",
+                "state was saved, and are skipped"
             )
 
     def finish(self, iteration: Iteration, wait_s: float) -> None:

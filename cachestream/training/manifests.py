@@ -236,7 +236,7 @@ class Recorder:
             warn_caller(
                 f"{len(late)} of the manifests in {self._folder} are not written after {_CLOSE_S:g} s, and "
                 "will be when the disk answers: do not replay from there before; record= a folder on a "
-                "faster disk",
+                "faster disk"
             )
 
     def _write(self, segment: Segment, lease: Lease, leader: int, world_size: int) -> None:

@@ -320,7 +320,7 @@ def warn_if_early(asked: str, told: str) -> bool:
     if is_early:
         warn_caller(
             f"{asked} before torch.distributed.init_process_group(), and WORLD_SIZE is {size}: {told}. "
-            "Call init_process_group() first",
+            "Call init_process_group() first"
         )
     return is_early
 
