@@ -23,14 +23,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 from cachestream.config import NO_THREADS
 from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.linux import open_private
 from cachestream.storage.layout import Directory, remove_if_there
-from cachestream.storage.locks import HeldFile, is_held, lock_file, locked
+from cachestream.storage.locks import HeldFile, is_held, lock_file, locked, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import forget_lost_worker, has_worker, lost_worker, warn_of_loss
 from cachestream.worker.health import (
@@ -133,8 +133,8 @@ class Attachments:
                 lives = True
             elif now_s - self._dead_since_s.setdefault(path, now_s) < _linger_s(path):
                 lingers = True
-            else:
-                _remove_if_possible(path)
+            elif not remove_unheld(path):  # a process that attaches has made it, and locks it now
+                lives = True
         return lives, lingers
 
     def _attached(self) -> list[str]:
@@ -143,8 +143,7 @@ class Attachments:
 
     def _remove_dead(self) -> None:
         for path in self._attached():
-            if not is_held(path):
-                _remove_if_possible(path)
+            remove_unheld(path)
 
     def request_stop(self) -> None:
         """Ask the worker to stop."""
@@ -172,12 +171,6 @@ class Attachments:
 
     def _is_requested(self, name: str) -> bool:
         return os.path.exists(self._directory.worker_file(name))
-
-
-def _remove_if_possible(path: str) -> None:
-    """Remove the file of a process that is dead; a disk that fails leaves it to the next look."""
-    with suppress(OSError):
-        remove_if_there(path)
 
 
 def _linger_s(path: str) -> float:

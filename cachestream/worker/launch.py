@@ -66,6 +66,7 @@ DEFAULT_ACTORS: Final = 8
 _WHEN_FULL: Final = ("evict", "wait", "stop")
 _ON_CHANGE: Final = ("replace", "keep", "refuse")
 START_TIMEOUT_S: Final = 60.0
+_DRAW_TIMEOUT_S: Final = 180.0  # of a start for which the user's sampler or curriculum draws a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,14 +369,15 @@ def _ask(process: subprocess.Popen[bytes], answer: BinaryIO, job: Job) -> Any:
     try:
         # Inside the `try`: closing the pipe to a dead process flushes its buffer, and fails again.
         with process.stdin, answer:
-            deadline_s = time.monotonic() + START_TIMEOUT_S
+            timeout_s = _DRAW_TIMEOUT_S if job.sampler is not None else START_TIMEOUT_S
+            deadline_s = time.monotonic() + timeout_s
             if _send(process.stdin.fileno(), pickle.dumps(job), deadline_s) and _is_ready(
                 answer.fileno(), select.POLLIN, deadline_s
             ):
                 return read_frame(answer)
         problem = (
-            f"did not answer within {START_TIMEOUT_S:.0f} s: the machine is very busy, or the disk does not "
-            "answer; start it again"
+            f"did not answer within {timeout_s:.0f} s: the machine is very busy, the disk does not answer, or "
+            "order= takes long to draw; start it again"
         )
     except (BrokenPipeError, EOFError):
         problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"

@@ -32,14 +32,16 @@ _EVICT_S: Final = 15.0  # below the time for which others wait for the catalogue
 _LOOK_S: Final = 0.5
 
 
-class UnwantedError(Exception):
-    """The supervisor is to end while it waits for the user's code."""
+class UnwantedError(BaseException):
+    """The supervisor is to end while it waits for the user's code. As an interrupt: no handler of errors on the
+    way takes it for one.
+    """
 
 
 class UserCode:
     """The process that draws the orders of passes, and chooses what to evict; started when it is needed.
 
-    `must_stop()` is asked again and again while an order is drawn, which may take minutes.
+    `must_stop()` is asked again and again while the user's code runs, which may take minutes.
     """
 
     def __init__(self, job: Job, forks: Forks) -> None:
@@ -59,7 +61,7 @@ class UserCode:
         return drawn
 
     def evict(self, rows: Sequence[ShardRow]) -> Sequence[int]:
-        """The ids of the shards to evict among `rows`, the first to go first."""
+        """The ids of the shards to evict among `rows`, the first to go first. Raises as `draw`."""
         ids: Sequence[int] = self._ask("evict", tuple(rows), timeout_s=_EVICT_S)
         return ids
 
@@ -82,7 +84,7 @@ class UserCode:
                     raise arguments[0]
                 if kind == "made":
                     return arguments[0]
-            if what == "draw" and self.must_stop():
+            if self.must_stop():
                 process.end()
                 raise UnwantedError
             if process.reap() is not None:

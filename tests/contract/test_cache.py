@@ -12,6 +12,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -530,6 +531,32 @@ def test_a_full_cache_stops_under_none_and_is_turned_over_by_a_function_of_the_u
         with cs.start_worker(cache, endless, **options), cs.EpochLoader(cache, 8, turnover=0.5) as loader:
             while cache.status().evicted_shards == before:
                 assert list(loader)
+
+
+def test_a_worker_ends_at_once_though_the_function_that_chooses_what_to_evict_blocks(tmp_path: Path) -> None:
+    asked, trainer = tmp_path / "asked", os.getpid()
+
+    def blocks(rows: Sequence[Any]) -> Sequence[Any]:
+        if os.getpid() != trainer:
+            asked.touch()
+            time.sleep(600)
+        return rows
+
+    def endless(rng: np.random.Generator) -> dict[str, Any]:
+        return {"x": rng.random(4096, np.float32)}
+
+    with (
+        cs.Cache(tmp_path / "c", "2MB", min_free=0, eviction=blocks) as cache,
+        cs.start_worker(cache, endless, num_workers=1, shard_size="200KB") as worker,
+    ):
+        cache.wait(8, timeout_s=120)
+        deadline_s = time.monotonic() + 120
+        while not asked.exists() and time.monotonic() < deadline_s:
+            cache.snapshot().close()  # samples that were used may go
+            time.sleep(0.05)
+        assert asked.exists()
+        worker.stop()
+        assert not cache.has_worker()
 
 
 def test_evicting_without_a_size_means_the_limit(new_path: Callable[[], Path]) -> None:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 import cachestream as cs
 from cachestream import Cache, ConfigError
+from cachestream.storage.locks import lock_file
+from cachestream.worker import attachments
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, ROOT, supervisor_pid, wait_until
 
@@ -45,6 +48,28 @@ def job(cache: Cache, linger_s: float) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def test_a_process_that_attaches_while_another_looks_keeps_its_file(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is there for a moment before its lock is."""
+    path, look = cache.directory.worker_file("1-1-0.attached"), attachments.is_held
+    Path(path).touch()
+    attached = []
+
+    def is_held(probed: str) -> bool:
+        found = look(probed)
+        attached.append(lock_file(path))
+        return found
+
+    monkeypatch.setattr(attachments, "is_held", is_held)
+    assert attachments.Attachments(cache.directory).is_needed()
+    (held,) = attached
+    assert held is not None
+    assert held.is_ours
+    held.release(unlink=True)
+    assert not attachments.Attachments(cache.directory).is_needed()
 
 
 @pytest.mark.e2e
