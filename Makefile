@@ -21,9 +21,9 @@ ACCURACY_ARGS ?= --save
 
 # Packages of their own, beside ours: they add formats, and are tested with it.
 PLUGINS := plugins/cachestream-lance plugins/cachestream-video
-# What an installed copy is made from: pip builds the parts in C when it installs.
-PARTS_IN_C := cachestream/training/batches/_gather
-MADE_FROM := pyproject.toml $(CONSTRAINTS) setup.py $(PARTS_IN_C:=.c) $(PLUGINS:=/pyproject.toml)
+# What an installed copy is made from: pip builds the part in C when it installs.
+PART_IN_C := cachestream/training/batches/_gather
+MADE_FROM := pyproject.toml $(CONSTRAINTS) setup.py $(PART_IN_C).c $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test e2e check docs docs-serve pytest soak sanitize wheels bench results bench-peers bench-accuracy clean
@@ -68,15 +68,13 @@ soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothes
 
 # In a copy of the package: what is built here must not be what the other targets run with.
 SANITIZED := build/sanitized
-sanitize: $(VENV)/.ready-dev  ## test the parts in C under gcc's address and undefined-behaviour sanitizers
+sanitize: $(VENV)/.ready-dev  ## test the part in C under gcc's address and undefined-behaviour sanitizers
 	rm -rf $(SANITIZED)
 	mkdir -p $(SANITIZED)
 	cp -r cachestream tests pyproject.toml $(SANITIZED)
-	for part in $(PARTS_IN_C); do \
-	  gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover -std=c11 -Wall -Wextra -pthread -shared -fPIC \
-	    -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
-	    $$part.c -o $(SANITIZED)/$$part.abi3.so || exit 1; \
-	done
+	gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover -std=c11 -Wall -Wextra -pthread -shared -fPIC \
+	  -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	  $(PART_IN_C).c -o $(SANITIZED)/$(PART_IN_C).abi3.so
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  $(abspath $(BIN))/python -m pytest -n 2 -m "not slow" tests/training $(PYTEST_ARGS)

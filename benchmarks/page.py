@@ -12,6 +12,7 @@ from benchmarks import waste
 from benchmarks.record import RESULTS, ROOT, Record, load
 from benchmarks.registry import BENCHMARKS, TURNS, Benchmark, Figure
 from benchmarks.scale_out import report
+from cachestream.config import format_number
 
 __all__ = ["PAGE", "SECTIONS", "matrix", "render"]
 
@@ -90,9 +91,9 @@ def _all_figures(benchmark: Benchmark, names: Iterable[str]) -> list[Figure]:
 
 
 def _row(figure: Figure, values: list[float]) -> str:
-    spread = f"{_number(min(values))}–{_number(max(values))}" if len(values) > 1 else ""
-    target = "" if figure.target is None else f"{figure.bound} {_number(figure.target)}"
-    median = f"**{_number(statistics.median(values))}** {figure.unit}".rstrip()
+    spread = f"{format_number(min(values))}–{format_number(max(values))}" if len(values) > 1 else ""
+    target = "" if figure.target is None else f"{figure.bound} {format_number(figure.target)}"
+    median = f"**{format_number(statistics.median(values))}** {figure.unit}".rstrip()
     return f"| {figure.title} | {target} | {median} | {spread} |"
 
 
@@ -109,7 +110,7 @@ def matrix(figures: Mapping[str, list[float]]) -> Iterator[str]:
     columns = _distinct(column for _, column in cells)
     yield f"\n| | {' | '.join(columns)} |\n{'|-' * (len(columns) + 1)}|"
     for row in _distinct(row for row, _ in cells):
-        shown = [_number(cells[row, column]) if (row, column) in cells else "–" for column in columns]
+        shown = [format_number(cells[row, column]) if (row, column) in cells else "–" for column in columns]
         yield f"| {row} | {' | '.join(shown)} |"
 
 
@@ -135,14 +136,8 @@ def _turns(path: Path) -> Iterator[str]:
             if row := found.get(figure.name):
                 title = f"{figure.title}, {figure.unit}" if figure.unit else figure.title
                 one, other = row["there"], row["here"]
-                ratio = _number(other / one) if one else "–"
-                yield f"| {benchmark.title} | {title} | {_number(one)} | {_number(other)} | {ratio} |"
-
-
-def _number(value: float) -> str:
-    """Three significant digits: "0.52", "31.2", "4,120"."""
-    rounded = float(f"{value:.3g}")
-    return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:g}"
+                ratio = format_number(other / one) if one else "–"
+                yield f"| {benchmark.title} | {title} | {format_number(one)} | {format_number(other)} | {ratio} |"
 
 
 def main() -> None:

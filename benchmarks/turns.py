@@ -1,6 +1,6 @@
 """The gate of speed: two versions of the library side by side, no figure of which may be worse by more than a twentieth.
 
-`python -m benchmarks.turns TREE [NAME ...] [--rounds 3] [--save]`. TREE is the root of another checkout, with its parts in C
+`python -m benchmarks.turns TREE [NAME ...] [--rounds 3] [--save]`. TREE is the root of another checkout, with its part in C
 built. Each benchmark runs there and here in turns, in processes of their own; the order of the two changes every round. Prints
 every figure of every benchmark: the medians, and the gain from there to here, 1.10 for a rate that is a tenth higher or a time that
 is a tenth shorter. A benchmark with a figure below 0.95 runs as many rounds again, twice at most, since the speed of a machine

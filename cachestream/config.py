@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from decimal import Decimal
 from types import ModuleType
 from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
@@ -148,13 +149,14 @@ def format_size(size_bytes: float) -> str:
     """`size_bytes` for a person: "0 B", "812 kB", "1.5 GB"."""
     for factor, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if abs(size_bytes) >= 0.9995 * factor:  # what would round up to 1000 has the next unit
-            return f"{size_bytes / factor:.3g} {unit}"
+            return f"{format_number(size_bytes / factor)} {unit}"
     return f"{int(size_bytes)} B"
 
 
-def format_number(number: float) -> str:
-    """`number` for a person, by three digits: "0.52", "31.2", "4,120"."""
-    return f"{float(f'{number:.3g}'):,.0f}" if 1000 <= number < math.inf else f"{number:.3g}"
+def format_number(number: float, digits: int = 3) -> str:
+    """`number` for a person, by so many significant `digits`: "0.00052", "31.2", "4,120", "inf"."""
+    rounded = f"{number:.{digits}g}"
+    return f"{Decimal(rounded):,f}" if math.isfinite(number) else rounded  # no "1e+03" or "1e-05"
 
 
 def format_duration(seconds: float | None) -> str:
@@ -162,7 +164,7 @@ def format_duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "never"
     if seconds < 10:
-        return f"{seconds:.2g} s"
+        return f"{format_number(seconds, 2)} s"
     for unit_s, unit, below_s, below in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min")):
         if seconds >= unit_s:
             whole, rest = divmod(int(seconds), unit_s)

@@ -108,6 +108,7 @@ def test_what_is_shown_can_be_typed_again_and_is_right_to_three_digits(size_byte
         (999_999, "1 MB"),
         (1.5e9, "1.5 GB"),
         (3e15, "3 PB"),
+        (1e18, "1,000 PB"),
     ],
 )
 def test_sizes_are_shown_with_the_unit_that_keeps_them_short(size_bytes: float, text: str) -> None:
@@ -263,6 +264,7 @@ def test_a_pause_of_the_garbage_collector_leaves_it_as_it_was(enabled: bool) -> 
     [
         (None, "never"),
         (0.0, "0 s"),
+        (0.00001, "0.00001 s"),
         (0.523, "0.52 s"),
         (59.2, "59 s"),
         (60, "1 min"),
@@ -275,6 +277,32 @@ def test_a_duration_takes_at_most_two_units(seconds: float | None, text: str) ->
     assert format_duration(seconds) == text
 
 
-@pytest.mark.parametrize(("number", "text"), [(0.5234, "0.523"), (31.24, "31.2"), (4123.4, "4,120")])
-def test_a_number_has_three_digits(number: float, text: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (0.00001, "0.00001"),
+        (0.000012345, "0.0000123"),
+        (0.5234, "0.523"),
+        (0.9996, "1"),
+        (31.24, "31.2"),
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (4123.4, "4,120"),
+        (-4123.4, "-4,120"),
+        (1e18, "1,000,000,000,000,000,000"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_a_number_has_three_digits_and_no_exponent(number: float, text: str) -> None:
     assert format_number(number) == text
+
+
+@given(st.floats(1e-12, 1e20) | st.floats(-1e20, -1e-12), st.integers(1, 6))
+@example(999.6, 3)
+@example(1e-5, 3)
+def test_a_number_that_is_shown_is_right_to_its_digits(number: float, digits: int) -> None:
+    text = format_number(number, digits)
+    assert "e" not in text
+    assert float(text.replace(",", "")) == float(f"{number:.{digits}g}")

@@ -319,7 +319,7 @@ def test_the_wheels_of_a_release_are_made_for_every_common_linux_and_both_kinds_
 def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
     tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    """Also where one with the parts in C has been built before."""
+    """Also where one with the part in C has been built before."""
     says = "cachestream is installed without its part in C"
     (tmp_path / "wheel").mkdir()
     pure = built("wheel", tree, tmp_path / "wheel", says, CC="/bin/false")

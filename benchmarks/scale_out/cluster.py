@@ -14,6 +14,9 @@ bytes that an epoch replaces are the library's own functions. What is aggregated
   against nodes that each ask an idle neighbour at random.
 
 Left out: traffic from the remote and between nodes do not share a link; trainers do nothing but steps.
+
+`cachestream plan` (tools/forecast.py) simulates one cache with every shard, its uses and its victims: thousands of such caches would
+take days, and here no figure depends on which shard goes, so that the two share the rules of a cache and no loop.
 """
 
 from __future__ import annotations

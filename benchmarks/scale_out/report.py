@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.scale_out.cluster import simulate
 from benchmarks.scale_out.values import Arrangement, Calibration, Outcome, Setup
+from cachestream.config import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +129,7 @@ def _shown(value: float | None, unit: str) -> str:
         return "not in a day"
     if unit == "s" and value >= 7200:
         value, unit = value / 3600, "h"
-    return f"{float(f'{value:.3g}'):,g} {unit}"
+    return f"{format_number(value)} {unit}"
 
 
 def draw(figures: Mapping[str, float]) -> None:

@@ -118,16 +118,18 @@ def worker(
     shard_size: ShardSizeOption = None,
     order: OrderOption = "shuffle",
     seed: Annotated[int, typer.Option(help="The seed of the order and of random transforms.")] = 0,
-    bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
-    when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
+    bandwidth_limit: Annotated[
+        str | None, typer.Option(help='The most that is fetched, such as "40MB/s".')
+    ] = None,
+    when_full: Annotated[str, typer.Option(help="What a full CACHE does: evict, wait or stop.")] = "evict",
     on_change: Annotated[
-        str, typer.Option(help="Samples that another transform made: replace, keep or refuse.")
+        str, typer.Option(help="What happens to samples of another transform: replace, keep or refuse.")
     ] = "replace",
     partition: PartitionOption = None,
     holdout: HoldoutOption = None,
     engine: Annotated[str, typer.Option(help="local, or ray: actors of a Ray cluster read.")] = "local",
     ray_option: Annotated[
-        list[str] | None, typer.Option(help="Of the actors, KEY=VALUE, such as num_cpus=2.")
+        list[str] | None, typer.Option(help="KEY=VALUE for Ray's actors, such as num_cpus=2; repeatable.")
     ] = None,
     share: Annotated[str | None, typer.Option(help="The group of caches that share one filling.")] = None,
     share_required: Annotated[
@@ -150,7 +152,7 @@ def worker(
     if detach and trace is not None:
         raise ConfigError("--trace writes its file when the command ends: leave --detach out")
     begin_trace(context, trace)
-    function = None if transform is None else load(transform, "--transform")
+    function = load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     options: dict[str, Any] = {
         "num_workers": workers,
@@ -211,7 +213,9 @@ def status(
     cache: CacheArgument,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds between looks.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Seconds between looks of --watch.")
+    ] = 1.0,
 ) -> None:
     """Show what CACHE holds and what its worker does."""
     with _open(cache) as filled:
@@ -223,7 +227,8 @@ def status(
 
 @app.command()
 def limit(
-    cache: CacheArgument, size: Annotated[str, typer.Argument(metavar="SIZE", help='Such as "500GB".')]
+    cache: CacheArgument,
+    size: Annotated[str, typer.Argument(metavar="SIZE", help='The new limit, such as "500GB".')],
 ) -> None:
     """Set the size limit of CACHE.
 
@@ -283,7 +288,7 @@ def verify(
 ) -> None:
     """Check CACHE for damage.
 
-    Every shard against its checksums, and the catalogue against the directory.
+    Compares every shard with its checksums, and the catalogue with the directory.
     """
     with _open(cache) as filled:
         with display.progress("verifying") as advance:
@@ -314,7 +319,7 @@ def refetch(
     They come back identical, to replay those epochs. Needed shards that are cached stay, others may be
     evicted. CACHE may be a new directory.
     """
-    function = None if transform is None else load(transform, "--transform")
+    function = load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     refetching = _import_late("tools.refetching")
     wanted = refetching.wanted_shards(manifest)
@@ -330,7 +335,7 @@ def refetch(
 @app.command()
 def plot(
     cache: CacheArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: a .png, .svg or .pdf.")] = Path(
         "growth.png"
     ),
 ) -> None:
@@ -356,9 +361,9 @@ def bench(
 ) -> None:
     """Measure the loader over CACHE.
 
-    Alone, with your batch transform and onto the accelerator, beside memcpy.
+    Measures it alone, with your batch transform, and onto the accelerator, beside memcpy.
     """
-    function = None if batch_transform is None else load(batch_transform, "--batch-transform")
+    function = load(batch_transform, "--batch-transform")
     begin_trace(context, trace)
     with _open(cache) as filled:
         report = _import_late("tools.bench").bench(filled, batch_size, seconds, function)
@@ -378,7 +383,8 @@ def diagnose(
     folder: Annotated[
         str | None,
         typer.Option(
-            help="A folder on the disk of the future cache; default: the temporary, or current one."
+            help="A folder on the disk of the future cache; by default that of temporary files, and without "
+            "SOURCE the current one."
         ),
     ] = None,
     storage_option: StorageOption = None,
@@ -390,8 +396,8 @@ def diagnose(
 ) -> None:
     """Find what slows filling from SOURCE, or check this machine.
 
-    With SOURCE the time of every stage, and the verdict; without it what a cache needs of the machine. Needs
-    no cache, and leaves nothing behind.
+    With SOURCE it shows the time of every stage, and which one holds up the rest; without SOURCE, whether the
+    machine has what a cache needs. It needs no cache, and leaves nothing behind.
     """
     if source is None:
         machine = _import_late("tools.machine")
@@ -400,7 +406,7 @@ def diagnose(
         if not report.ok:
             raise typer.Exit(PROBLEM)
         return
-    function = None if transform is None else load(transform, "--transform")
+    function = load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
     limits = {"seconds": seconds, "workers": workers, "folder": folder, "on_progress": display.say}
@@ -424,10 +430,14 @@ def plan(
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples of the remote, if SOURCE does not tell.")
     ] = None,
-    turnover: Annotated[float, typer.Option(min=0, max=1, callback=finite, help="As for the loader.")] = 0.25,
-    min_samples: Annotated[int, typer.Option(min=0, help="As for the loader.")] = 0,
+    turnover: Annotated[
+        float,
+        typer.Option(min=0, max=1, callback=finite, help="The share of a full cache that an epoch replaces."),
+    ] = 0.25,
+    min_samples: Annotated[int, typer.Option(min=0, help="Samples that the first epoch waits for.")] = 0,
     price_per_gb: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Of what is fetched, in your currency.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="The price of a GB that is fetched, in your currency."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw the forecast: a .png, .svg or .pdf.")
@@ -449,7 +459,7 @@ def plan(
     """
     if output is not None:
         figure_class()  # what is missing is said now, and not after the reading
-    function = None if transform is None else load(transform, "--transform")
+    function = load(transform, "--transform")
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
     link = None if bandwidth is None else parse_size(bandwidth, "--bandwidth")
@@ -474,8 +484,12 @@ def plan(
 def dashboard(
     caches: Annotated[list[str], typer.Argument(metavar="CACHE...", help="The directories of caches.")],
     *,
-    host: Annotated[str, typer.Option(help="Where to listen: this machine alone, or 0.0.0.0.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = 8788,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; 0.0.0.0: for other machines, too.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="The port to listen at; 0: any free one.")
+    ] = 8788,
     token: Annotated[
         str | None, typer.Option(help='What a reader must give; by default a new one, "" for none.')
     ] = None,

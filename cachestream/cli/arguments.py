@@ -22,8 +22,10 @@ from cachestream.tracing import Trace
 _PIXELS: Final = re.compile(r"(\d+)(?:x(\d+))?")
 
 
-def load(name: str, what: str) -> Any:
-    """The object that "module:name" names, looked for in the current folder too."""
+def load(name: str | None, what: str) -> Any:
+    """The object that "module:name" names, looked for in the current folder too; None for None."""
+    if name is None:
+        return None
     module, _, attribute = name.partition(":")
     with suppress(FileNotFoundError):  # it is gone: nothing can be loaded from there
         if os.getcwd() not in sys.path:
@@ -129,7 +131,10 @@ WorkersOption = Annotated[
 ]
 SizeLimitOption = Annotated[
     str | None,
-    typer.Option(help='Such as "200GB"; by default unchanged, or 80 % of the free disk for a new cache.'),
+    typer.Option(
+        help='The most that CACHE takes, such as "200GB"; by default unchanged, or 80 % of the free disk for '
+        "a new cache."
+    ),
 ]
 ShardSizeOption = Annotated[
     str | None, typer.Option(help="The size of a full shard; by default 64MB, or less in a small cache.")

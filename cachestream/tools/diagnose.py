@@ -18,7 +18,7 @@ import os
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -270,8 +270,7 @@ class Findings:
             lines.append(f"{name:10}{format_number(1000 * stages.seconds[name]):>11}{rate:>12}  {note}")
         because, most = verdict.because[0].upper() + verdict.because[1:], format_number(verdict.samples_per_s)
         lines += ["", *_wrapped(f"Verdict: {verdict.binds}. {because}; it lets {most} samples/s through.")]
-        for step in verdict.what_next:
-            lines += textwrap.wrap(step, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        lines += bullets(verdict.what_next)
         fill, served = format_number(stages.fill_per_s), format_number(rates["transfer"])
         lines += [
             "",
@@ -298,6 +297,12 @@ class Findings:
         yield "write", f"{format_size(stages.write_bytes_per_s)}/s, synced"
         onto = "no accelerator" if stages.device == "cpu" else f"onto {stages.device}"
         yield "transfer", f"{format_size(stages.delivered.bytes_per_s)}/s, {onto}"
+
+
+def bullets(sentences: Iterable[str]) -> Iterator[str]:
+    """The lines of a list of `sentences`."""
+    for one in sentences:
+        yield from textwrap.wrap(one, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
 
 
 def _wrapped(text: str) -> list[str]:

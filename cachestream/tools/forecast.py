@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import textwrap
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -23,14 +22,13 @@ from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.eviction import Room, bytes_to_retire, choose_retiring, choose_victims
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.snapshots import select_shards
-from cachestream.tools.diagnose import Stages
+from cachestream.tools.diagnose import Stages, bullets
 from cachestream.worker.sampling.shard_writer import max_age_s, target_bytes
 
 _MOST_EPOCHS: Final = 20_000
 # Simulated after all has been seen, or after an endless source has filled the cache.
 _LATER_EPOCHS: Final = 20
 _TURNOVERS: Final = (0.1, 0.25, 0.5, 0.75)
-_WIDTH: Final = 80
 _START_S: Final = 1.0  # of a worker
 _ENDLESS: Final = 1 << 50  # samples: more than any run trains on
 _BETTER: Final = 0.9  # advice must bring at least a tenth
@@ -366,9 +364,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.forecast}" + ("" if self.price is None else f", {self.price:,.2f} to pay")]
-        for one in self.advice:
-            lines += textwrap.wrap(one, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        return "\n".join(lines)
+        return "\n".join([*lines, *bullets(self.advice)])
 
 
 def _advice(forecast: Forecast, stages: Stages | None) -> list[str]:

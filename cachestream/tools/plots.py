@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,12 +35,8 @@ def plot_growth(
     """
     if len(rows) < 2:
         raise ConfigError("nothing to plot yet: the history is written while a worker runs")
-    new_figure = figure_class()
+    figure, panels = _panels(title, 3 if accuracy else 2, height=9 if accuracy else 6)
     seconds, unit, unit_s = _time_axis(rows["time_s"] - rows["time_s"][0])
-    figure = new_figure(figsize=(9, 9 if accuracy else 6), layout="constrained")
-    panels = figure.subplots(3 if accuracy else 2, 1, sharex=True)
-    # A path may hold undecodable bytes, and "$" is not a formula.
-    figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
     _draw_sizes(panels[0], seconds, rows)
     _draw_samples(panels[1], seconds, rows)
     if accuracy:
@@ -51,13 +47,10 @@ def plot_growth(
         panels[2].set_ylabel("accuracy (%)")
     panels[-1].set_xlabel(f"time since the first worker ({unit})")
     for axes in panels:
-        axes.set_ylim(bottom=0)
         axes.set_xlim(0, max(float(seconds.max()), 1e-3))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
         # Above the panel, where it covers no line.
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, borderaxespad=0.2)
-    _save(figure, path)
+    _save(figure, panels, path)
 
 
 def plot_forecast(forecast: Forecast, path: str | os.PathLike[str], title: str) -> None:
@@ -66,9 +59,7 @@ def plot_forecast(forecast: Forecast, path: str | os.PathLike[str], title: str) 
     """
     if not forecast.epochs:
         raise ConfigError("nothing to draw: no epoch begins in the time that is planned")
-    figure = figure_class()(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
+    figure, (axes,) = _panels(title, 1, height=5)
     seconds, unit, _ = _time_axis(np.array([epoch.at_s for epoch in forecast.epochs]))
     whole = forecast.setup.num_samples
     most = whole or max(max(epoch.samples, epoch.seen) for epoch in forecast.epochs)
@@ -81,14 +72,23 @@ def plot_forecast(forecast: Forecast, path: str | os.PathLike[str], title: str) 
     if whole is not None:
         axes.axhline(whole / factor, color=_GREY, linestyle="--", label="on the remote")
     axes.set(xlabel=f"time ({unit})", ylabel=f"samples ({thousands})" if thousands else "samples")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    _save(figure, path)
+    _save(figure, [axes], path)
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def _panels(title: str, count: int, *, height: float) -> tuple[Any, Any]:
+    """A figure of so many panels, one above the other."""
+    figure = figure_class()(figsize=(9, height), layout="constrained")
+    # A path may hold undecodable bytes, and "$" is not a formula.
+    figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
+    return figure, figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+
+
+def _save(figure: Any, panels: Iterable[Any], path: str | os.PathLike[str]) -> None:
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:
