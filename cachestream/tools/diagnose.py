@@ -2,7 +2,8 @@
 
 Real workers fill for some seconds, and their counters are read. The first one reads one unit at a time and
 drops what it reads: that is the time of `read` and `decode`. The second one is a worker as it will be, with a
-cache in a temporary folder: that is the rate of reading, `transform` and `pack`. `list` is opening the
+cache in a temporary folder: that is the rate of reading, `transform` and `pack`. Both are needed: reads at
+once do not tell a narrow link, which they share, from a remote that takes long to answer. `list` is opening the
 source, `write` a file of 64 MiB in that folder, synced, and `transfer` the loader over that cache, onto the
 accelerator if there is one.
 
