@@ -318,7 +318,7 @@ class _FolderLister:
             if one not in self._ahead:
                 self._ahead[one] = driver.submit(partial(driver.call, "ls", self._path(one), detail=True))
         try:
-            return list(self._remote.answer_of(driver, self._ahead.pop(folder)))
+            return list(self._remote.answer_of(driver, self._ahead.pop(folder), self._remote.listing_s))
         finally:
             if (kept := getattr(driver.filesystem, "dircache", None)) is not None:
                 kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings

@@ -13,8 +13,10 @@ from typing import Any, Final
 import fsspec
 import pytest
 from fsspec.implementations.http import HTTPFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from cachestream.errors import SampleError, SourceUnavailableError
+from cachestream.listing.pages import Walk
 from cachestream.transport import driver
 from cachestream.transport.driver import Caller
 from cachestream.transport.remote import Remote
@@ -176,6 +178,30 @@ def test_a_named_pipe_and_a_file_that_shrinks_keep_nobody_waiting(tmp_path: Path
     for reader in READERS.values():
         with pytest.raises(SampleError, match="not a regular file"):
             reader(Remote(str(tmp_path)), str(tmp_path / "pipe"))
+
+
+class Paging(MemoryFileSystem):  # type: ignore[misc]
+    """A driver that takes its time for all the pages of a folder, or for anything else."""
+
+    protocol = "paging"
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        time.sleep(0.2)
+        return [{"name": f"{path}/a.txt", "type": "file", "size": 1}]
+
+    def info(self, path: str, **_: Any) -> Any:
+        time.sleep(0.2)
+        return {"name": path, "type": "file", "size": 1}
+
+
+def test_a_folder_of_many_pages_has_more_time_than_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("paging", Paging, clobber=True)
+    monkeypatch.setattr("cachestream.transport.remote.PAGE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("cachestream.transport.remote_errors.ATTEMPTS", 1)
+    remote = Remote("paging://set")
+    assert list(Walk(remote, "/set/").all()) == ["a.txt"]
+    with pytest.raises(TimeoutError):
+        remote.ask("info", "/set/a.txt")
 
 
 def test_a_caller_whose_call_is_late_is_left_behind_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
