@@ -64,7 +64,7 @@ _KIND_NAMES: Final = {
 }
 _INDEX_HEAD_BYTES: Final = 512
 _IMAGE_HEAD_BYTES: Final = 64 << 10
-_LOSSY: Final = (".png", ".tif", ".tiff")  # the endings of what depth and masks are kept in
+_EXACT: Final = (".png", ".tif", ".tiff")  # the endings of masks and depth, which may be more than RGB
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
 
@@ -301,7 +301,7 @@ class FileSource(FilesSource):
             if (name := partner.name_for(first.name)) is not None:
                 named[partner.field] = first.beside(name)
         for field, file in named.items():
-            if self.format.keeps_values(field) or not file.is_local or extension_of(file.key) not in _LOSSY:
+            if self.format.keeps_values(field) or not file.is_local or extension_of(file.key) not in _EXACT:
                 continue
             try:
                 with file.stream() as stream:

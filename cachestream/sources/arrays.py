@@ -1,4 +1,4 @@
-"""Windows of large arrays in `.npy`, Zarr and HDF5, local or remote."""
+"""Windows of large arrays, local or remote, in the formats of arrays that are registered, such as Zarr."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class Remote:
                 filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
                 _set_timeouts(filesystem)
                 if self.is_s3:
-                    filesystem.retries = 1  # botocore makes the attempts; both together would multiply
+                    filesystem.retries = 1  # one attempt, as in `_with_s3_limits`
                     filesystem.close_session = _close_session
                     _share_descriptions(filesystem)
                     filesystem.connect()
