@@ -194,7 +194,7 @@ def partners_in(names: Sequence[str]) -> tuple[str, tuple[Partner, ...], list[st
         if len(group) > 1 and kind in _MAIN_KINDS:
             rules.update(rule for main in mains for rule in _rules_of(main, group))
     holding = [rule for rule, count in rules.items() if 2 * count >= len(samples)]
-    holding.sort(key=lambda rule: (rules[rule], rule.folder is None))
+    holding.sort(key=lambda rule: (rules[rule], rule.folder is None, str(rule)))  # the same in all processes
     return kind, tuple({rule.field: rule for rule in holding}.values()), samples
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,23 @@ def test_a_caption_beside_an_image_comes_with_it(
     found, lost = read(cs.open_source(tmp_path, **options))
     assert not lost
     assert [sorted(sample) for sample in found.values()] == [["image", "text"]] * 4
+
+
+def test_what_belongs_together_is_named_alike_in_all_processes(tmp_path: Path) -> None:
+    images(tmp_path, NAMES)
+    images(tmp_path, [f"{i}{end}.png" for i in range(4) for end in ("_mask", "_depth", "_gt", "-seg")])
+    ask = f"import cachestream as cs; print(cs.open_source({str(tmp_path)!r}).fingerprint)"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", ask],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
 
 
 def test_objects_in_a_list_beside_an_image_are_its_json_text(tmp_path: Path) -> None:
