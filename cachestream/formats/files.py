@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from cachestream.formats.together import (
     Metadata,
     Partner,
     Together,
+    chosen_kind,
     names_to_compare,
     partners_in,
     tables_in,
@@ -63,7 +64,7 @@ _KIND_NAMES: Final = {
 }
 _INDEX_HEAD_BYTES: Final = 512
 _IMAGE_HEAD_BYTES: Final = 64 << 10
-_LOSSY: Final = (".png", ".tif", ".tiff")  # the endings of what depth and masks are kept in
+_EXACT: Final = (".png", ".tif", ".tiff")  # the endings of masks and depth, which may be more than RGB
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
 
@@ -88,6 +89,7 @@ class FilesFormat(Format):
         self._encoding, self.images, self.label = check_encoding(encoding), images, label
         self.label_index: Mapping[str, int] = {}
         self.partners: tuple[Partner, ...] = ()
+        self.paired: frozenset[str] = frozenset()  # the folders that tell what belongs together: no labels
         self.metadata: Metadata | None = None
         self.optional: frozenset[str] = frozenset()  # fields that have a default
         self.labels: Labels | None = None
@@ -104,6 +106,7 @@ class FilesFormat(Format):
     def take_together(self, together: Together, metadata: Metadata | None) -> None:
         """Set what belongs to each file. Raises ConfigError for a decoder of a field that there is not."""
         self.partners, self.metadata = together.partners, metadata
+        self.paired = frozenset(name for one in self.partners for name in one.folder or ())
         known = (*_KIND_NAMES, *(partner.field for partner in self.partners))
         if unknown := sorted(self._decoders.keys() - {*known}):
             raise ConfigError(
@@ -120,7 +123,7 @@ class FilesFormat(Format):
     def read(self, file: File, part: Part, rng: np.random.Generator) -> Iterator[Item]:
         """Yield the sample of a file, or those of a JSON array."""
         label, kind = self._folder_label(file), kind_of(extension_of(file.key))
-        found = self._decoded(file, kind)
+        found = self._decoded(file, kind, file.whole())
         if callable(self.label):
             with guard_user_code(f"label({file.key!r})"):
                 label = {"label": self.label(file.key)}
@@ -131,13 +134,12 @@ class FilesFormat(Format):
             yield "", found | (beside | label if callable(self.label) else label | beside)
 
     def _decoded(
-        self, file: File, field: str, *, as_one: bool = False
+        self, file: File, field: str, data: Buffer, *, as_one: bool = False
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the fields of a file, whose value is `field` unless it has fields of its own.
+        """Return the fields of a file, `data`: its value is `field`, unless it has fields of its own.
 
         Those of each object of an array in JSON; `as_one`: the array's text.
         """
-        data = file.whole()
         extension = extension_of(file.key)
         if file.is_web and not extension and _is_index_page(data):
             raise SampleError(
@@ -155,10 +157,18 @@ class FilesFormat(Format):
         """Return the fields of what belongs to a file. Raises SampleError if it is not there."""
         fields: dict[str, Any] = {}
         for partner in self.partners:
-            beside = file.beside(partner.name_for(file.name))
-            if partner.field in self.optional and not beside.exists():
+            name, is_optional = partner.name_for(file.name), partner.field in self.optional
+            if name is None and not is_optional:
+                raise SampleError(
+                    f"{file.where}: has no {partner.field!r}, as it does not lie where the others do; to keep "
+                    f"it, give a default, fields={{{partner.field!r}: …}}"
+                )
+            if name is None:
                 continue
-            fields |= cast(dict[str, Any], self._decoded(beside, partner.field, as_one=True))
+            beside = file.beside(name)
+            data = beside.whole_or_none() if is_optional else beside.whole()
+            if data is not None:
+                fields |= cast(dict[str, Any], self._decoded(beside, partner.field, data, as_one=True))
         if self.metadata is not None:
             fields |= self.metadata.of(file.name)
         return fields
@@ -169,7 +179,13 @@ class FilesFormat(Format):
             return {"label": self.labels[file.index]}
         if not self.label_index or not _takes_label(file.key):
             return {}
-        label = self.label_index.get(file.name.rpartition("/")[0].rpartition("/")[2])
+        folder = file.name.rpartition("/")[0].rpartition("/")[2]
+        label = self.label_index.get(folder)
+        if label is None and folder in self.paired:
+            raise SampleError(
+                f"{file.where}: has no label: its folder is one of files that belong together, and most others "
+                "are in folders of classes; give label= a function of the path, or label=None"
+            )
         if label is None:
             raise SampleError(
                 f"{file.where}: has no label: while a listing grows, only folders beside those of the first "
@@ -281,9 +297,11 @@ class FileSource(FilesSource):
         """
         first = File(self._files, 0, self._kept)
         named = {kind_of(extension_of(first.key)): first}
-        named |= {one.field: first.beside(one.name_for(first.name)) for one in self.format.partners}
+        for partner in self.format.partners:
+            if (name := partner.name_for(first.name)) is not None:
+                named[partner.field] = first.beside(name)
         for field, file in named.items():
-            if self.format.keeps_values(field) or not file.is_local or extension_of(file.key) not in _LOSSY:
+            if self.format.keeps_values(field) or not file.is_local or extension_of(file.key) not in _EXACT:
                 continue
             try:
                 with file.stream() as stream:
@@ -315,7 +333,15 @@ class FileSource(FilesSource):
         return {folder.rpartition("/")[2] for folder in found}
 
     def _label_by(self, folders: set[str]) -> None:
-        folders = folders - {one.folder[0] for one in self.format.partners if one.folder is not None}
+        """Take the labels from `folders`, but for those that tell what belongs together.
+
+        There are none if most samples lie in such folders.
+        """
+        paired = self.format.paired
+        if not folders.isdisjoint(paired):
+            lie_in = Counter(name.rpartition("/")[0] for name in self._files.names)
+            in_pairs = sum(n for folder, n in lie_in.items() if folder.rpartition("/")[2] in paired)
+            folders = set() if 2 * in_pairs >= len(self._files) else folders - paired
         self._label_names = tuple(sorted(folders)) if folders - {""} else ()
         self.format.label_index = {name: index for index, name in enumerate(self._label_names)}
 
@@ -374,32 +400,39 @@ class FileSource(FilesSource):
 
 def _find_together(files: FileList, fields: Mapping[str, Any] | None) -> tuple[Together, Metadata | None]:
     """Return what belongs to the files of a folder, by their names, which is logged; and its metadata."""
-    tables, metadata = tables_in(files), None
-    if tables:
-        try:
-            metadata = Metadata(files, tables, fields)
-            metadata = metadata if metadata.names_files else None
-        except SourceUnavailableError:
-            raise
-        except (ConfigError, SourceError):  # a table of something else
-            metadata = None
+    tables = tables_in(files)
+    kind, partners, mains = partners_in([name for name in names_to_compare(files) if name not in tables])
+    metadata = _metadata(files, tables, fields, mains)
     tables = tables if metadata is not None else ()
-    names = [name for name in names_to_compare(files) if name not in tables]
-    kind, partners = partners_in(names)
     if not partners and not tables:
         return Together(""), None
-    together = Together(
-        kind or chosen_kind(Counter(kind_of(extension_of(name)) for name in names)), partners, tables
-    )
-    example = next(filter(together.is_sample, names), files.names[0])
+    together = Together(kind, partners, tables)
+    having = (name for name in mains if all(one.name_for(name) is not None for one in partners))
+    example = next(having, mains[0])
+    beside = [f"{one.name_for(example)} as {one.field!r}" for one in partners]
     logger.warning(
         "%s: files that belong together are one sample: %s and %s; to read each file as a sample of its own, "
         "give extensions='*'",
         files.shown,
         example,
-        ", ".join([*(f"{one.name_for(example)} as {one.field!r}" for one in partners), *tables]),
+        ", ".join([*beside, *tables]),
     )
     return together, metadata
+
+
+def _metadata(
+    files: FileList, tables: Sequence[str], fields: Mapping[str, Any] | None, samples: Collection[str]
+) -> Metadata | None:
+    """Return what `tables` tell of files, if they name half of `samples`."""
+    if not tables:
+        return None
+    try:
+        metadata = Metadata(files, tables, fields)
+        return metadata if metadata.names_half(samples) else None
+    except SourceUnavailableError:
+        raise
+    except (ConfigError, SourceError):  # tables of something else
+        return None
 
 
 def _keep_samples(files: FileList, together: Together) -> int:
@@ -432,12 +465,6 @@ def _keep_samples(files: FileList, together: Together) -> int:
             left_out[0],
         )
     return len(left_out)
-
-
-def chosen_kind(counts: Counter[str]) -> str:
-    """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
-    most, count = counts.most_common(1)[0]
-    return "image" if 10 * counts["image"] >= count else most
 
 
 def _takes_label(key: str) -> bool:

@@ -6,6 +6,8 @@
 | `images/1.npy`; `images/1.json` | "array"; the object's own fields |
 | `masks/1.png`, `images/1_mask.png` | "mask" |
 | `images/metadata.jsonl` or `.csv`, which names it in "file_name" | the other columns |
+
+A rule, or a table, holds if it names another, listed file for half of the samples at least.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -52,20 +54,24 @@ _FILE_COLUMNS: Final = ("file_name", "filename", "file", "path")
 class Partner:
     """A rule that gives the name of a file that belongs to another one; `field` is that of its value.
 
-    `folder`: a folder in the path of the other, and the one that stands in its place. `end` follows the
-    other's name without its extension.
+    `folder`: a folder in the path of the other, and the one that stands in its place; the path has `above`
+    folders of that name before it. `end` follows the other's name without its extension.
     """
 
     field: str
     folder: tuple[str, str] | None
     end: str
     extension: str
+    above: int = 0
 
-    def name_for(self, name: str) -> str:
-        """Return the name of the file that belongs to `name`."""
+    def name_for(self, name: str) -> str | None:
+        """Return the name of the file that belongs to `name`; None if `name` does not lie in the folder."""
         *folders, base = name.split("/")
-        if self.folder is not None and self.folder[0] in folders:
-            folders[folders.index(self.folder[0])] = self.folder[1]
+        if self.folder is not None:
+            places = [place for place, one in enumerate(folders) if one == self.folder[0]]
+            if len(places) <= self.above:
+                return None
+            folders[places[self.above]] = self.folder[1]
         return "/".join((*folders, f"{os.path.splitext(base)[0]}{self.end}{self.extension}"))
 
     def claims(self, name: str) -> bool:
@@ -98,7 +104,7 @@ class Together:
     @property
     def identity(self) -> tuple[str, ...]:
         named = [
-            *(f"{one.field}:{one.folder}{one.end}{one.extension}" for one in self.partners),
+            *(f"{one.field}:{one.folder}{one.end}{one.extension}{one.above or ''}" for one in self.partners),
             *self.tables,
         ]
         return (f"with={','.join(named)}",) if named else ()
@@ -111,13 +117,14 @@ def names_to_compare(files: FileList) -> list[str]:
     """
     found = list(files.names[:MOST_COMPARED])
     if files.is_open:
-        levels = found[0].split("/")[:-1]
+        paths = (name.split("/")[:-1] for name in found)
+        levels = next((levels for levels in paths if any(map(_usual_level, levels))), [])
         depth = next((i for i, level in enumerate(levels) if _usual_level(level)), None)
         if depth is not None:
             for folder in files.folders_ahead("".join(f"{level}/" for level in levels[:depth])):
                 if _usual_level(folder.rpartition("/")[2]):
                     found += next(files.more(f"{folder}/")).names
-        return found
+        return list(dict.fromkeys(found))
     taken = Counter(_usual_level(name.rpartition("/")[0]) for name in found)
     if not any(taken):
         return found
@@ -138,54 +145,98 @@ def _usual_level(path: str) -> str:
     return next(usual, "")
 
 
-def partners_in(names: Sequence[str]) -> tuple[str, tuple[Partner, ...]]:
-    """Return the kind of files to which most others belong, and the rules that hold for half of them at
-    least.
+def chosen_kind(counts: Counter[str]) -> str:
+    """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
+    most, count = counts.most_common(1)[0]
+    return "image" if 10 * counts["image"] >= count else most
+
+
+class _Named(NamedTuple):
+    """A file by its name. In order, the file to which others of the same name may belong comes first."""
+
+    rank: int
+    has_end: bool
+    is_in_other: bool  # a folder that is usual for what belongs to others
+    name: str
+    folder: str
+    stem: str
+    extension: str
+    kind: str
+
+    @classmethod
+    def of(cls, name: str) -> _Named:
+        folder, _, base = name.rpartition("/")
+        stem, extension = os.path.splitext(base)
+        kind = kind_of(extension.lower())
+        rank = _MAIN_KINDS.index(kind) if kind in _MAIN_KINDS else len(_MAIN_KINDS)
+        has_end = _OTHER_END.search(stem) is not None
+        return cls(rank, has_end, _is_other(folder), name, folder, stem, extension, kind)
+
+
+def partners_in(names: Sequence[str]) -> tuple[str, tuple[Partner, ...], list[str]]:
+    """Return the kind of the samples, the rules that name a listed file for half of them at least, one for
+    each field, and the names of the samples.
+
+    Files that share a name count once, as one of the kind to which the others may belong.
     """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        groups.setdefault(_in_common(name), []).append(name)
-    rules, mains = Counter[tuple[str, Partner]](), Counter[str]()
+    groups: dict[tuple[str, str], list[_Named]] = {}
+    for one in map(_Named.of, names):
+        stem = _OTHER_END.sub("", one.stem) if one.has_end else one.stem
+        groups.setdefault((_shared(one.folder), stem), []).append(one)
+    if not groups:
+        return "", (), []
+    kind = chosen_kind(Counter(min(group).kind for group in groups.values()))
+    rules, samples = Counter[Partner](), list[str]()
     for group in groups.values():
-        main, *others = sorted(group, key=_order)
-        if (kind := kind_of(extension_of(main))) in _MAIN_KINDS:
-            mains[kind] += 1
-            rules.update({(kind, rule) for other in others if (rule := _rule(kind, main, other)) is not None})
-    kind = rules.most_common(1)[0][0][0] if rules else ""
-    found = [rule for (of, rule), count in rules.most_common() if of == kind and 2 * count >= mains[kind]]
-    return kind, tuple({rule.field: rule for rule in reversed(found)}.values())
+        of_kind = sorted(one for one in group if one.kind == kind)
+        mains = of_kind[:1] + [one for one in of_kind[1:] if not (one.has_end or one.is_in_other)]
+        samples += [main.name for main in mains]
+        if len(group) > 1 and kind in _MAIN_KINDS:
+            rules.update(rule for main in mains for rule in _rules_of(main, group))
+    holding = [rule for rule, count in rules.items() if 2 * count >= len(samples)]
+    holding.sort(key=lambda rule: (rules[rule], rule.folder is None, str(rule)))  # the same in all processes
+    return kind, tuple({rule.field: rule for rule in holding}.values()), samples
 
 
-def _in_common(name: str) -> tuple[str, str]:
-    """Return the part of a file's name that it shares with the files that may belong to it."""
-    folder, _, base = name.rpartition("/")
-    shared = ("*" if _usual_level(level) else level for level in folder.split("/"))
-    return "/".join(shared), _OTHER_END.sub("", os.path.splitext(base)[0])
+@lru_cache(4096)
+def _is_other(folder: str) -> bool:
+    return any(map(_OTHER_FOLDERS.fullmatch, folder.split("/")))
 
 
-def _order(name: str) -> tuple[Any, ...]:
-    """Return the order of files that belong together: the one that the others belong to comes first."""
-    stem, extension = os.path.splitext(name)
-    kind = kind_of(extension.lower())
-    rank = _MAIN_KINDS.index(kind) if kind in _MAIN_KINDS else len(_MAIN_KINDS)
-    is_other = any(map(_OTHER_FOLDERS.fullmatch, stem.split("/")[:-1]))
-    return rank, _OTHER_END.search(stem) is not None, is_other, name
+@lru_cache(4096)
+def _shared(folder: str) -> str:
+    """Return the part of a folder's path that it shares with the folders of what may belong to its files."""
+    return "/".join("*" if _usual_level(level) else level for level in folder.split("/"))
 
 
-def _rule(kind: str, main: str, other: str) -> Partner | None:
-    """Return the rule by which `other` belongs to `main`, a file of `kind`; None if there is none."""
-    stems = os.path.splitext(main)[0].split("/"), os.path.splitext(other)[0].split("/")
-    differ = [pair for pair in zip(stems[0][:-1], stems[1][:-1], strict=True) if pair[0] != pair[1]]
-    end, extension = stems[1][-1].removeprefix(stems[0][-1]), os.path.splitext(other)[1]
-    own, folder = kind_of(extension.lower()), differ[0] if differ else None
-    if len(differ) > 1 or own == "data" or not stems[1][-1].startswith(stems[0][-1]):
+def _rules_of(main: _Named, group: Sequence[_Named]) -> set[Partner]:
+    """Return the rules by which files of a group belong to `main`."""
+    found = set[Partner]()
+    for one in group:
+        if one is not main and one.stem.startswith(main.stem):
+            end = one.stem.removeprefix(main.stem)
+            rule = _rule(main.kind, main.folder, one.folder, end, one.extension)
+            if rule is not None and not rule.claims(main.name):
+                found.add(rule)
+    return found
+
+
+@lru_cache(4096)
+def _rule(kind: str, main: str, other: str, end: str, extension: str) -> Partner | None:
+    """Return the rule by which a file in the folder `other` belongs to one of `kind` in the folder `main`."""
+    own, folders, others = kind_of(extension.lower()), main.split("/"), other.split("/")
+    differ = [place for place, one in enumerate(folders) if one != others[place]]
+    if len(differ) > 1 or own == "data":
         return None
-    named = end.strip("._-") or (folder[1] if folder else "")
-    if own == kind and not named:  # the same in two forms
-        return None
-    singular = _PLURAL.fullmatch(named.lower())
-    field = own if own != kind else singular[1] if singular else named.lower()
-    return Partner(field, folder, end, extension)
+    folder = (folders[differ[0]], others[differ[0]]) if differ else None
+    above = folders[: differ[0]].count(folders[differ[0]]) if differ else 0
+    if own != kind:
+        return Partner(own, folder, end, extension, above)
+    if not end and (folder is None or not _OTHER_FOLDERS.fullmatch(folder[1])):
+        return None  # the same in two forms, or two classes
+    named = (end.strip("._-") or (folder[1] if folder else "")).lower()
+    singular = _PLURAL.fullmatch(named)
+    return Partner(singular[1] if singular else named, folder, end, extension, above)
 
 
 class Metadata:
@@ -203,10 +254,14 @@ class Metadata:
             raise SampleError(f"{self.shown} does not name it; to read it all the same, give extensions=")
         return rows[name]
 
-    @property
-    def names_files(self) -> bool:
-        """True if the first row names a file."""
-        return next(iter(self._rows()), None) is not None
+    def names_half(self, files: Collection[str]) -> bool:
+        """Return whether the rows name half of `files`, at least one; no more rows are read than needed."""
+        unnamed, most = set(files), len(files) // 2
+        for name, _ in self._rows() if files else ():
+            unnamed.discard(name)
+            if len(unnamed) <= most:
+                return True
+        return False
 
     def _rows(self) -> Iterable[tuple[str, dict[str, Any]]]:
         for unit in range(self._source.num_units):
@@ -231,5 +286,9 @@ def tables_in(files: FileList) -> tuple[str, ...]:
     is_long = files.is_open or len(files) > MOST_COMPARED
     folder = first[0].rpartition("/")[0] if first else ""
     if not found and is_long and (not folder or _usual_level(folder.partition("/")[0])):
-        found += [name for name in _TABLES if Files(files.over(Names([name])), Kept())[0].exists()]
+        found += [
+            name
+            for name in _TABLES
+            if Files(files.over(Names([name])), Kept())[0].whole_or_none() is not None
+        ]
     return tuple(found)

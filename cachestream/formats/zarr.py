@@ -284,7 +284,7 @@ class ZarrArray(ArrayFile):
         }
         if not names:
             with map_errors(self.shown, secrets=self._remote.secrets):
-                listed = self._remote.open_for_listing()[0].ls(self._path, detail=False)
+                listed = self._remote.ask("ls", self._path, detail=False)
             names = {path.rstrip("/").rpartition("/")[2] for path in listed} - {"zarr.json"}
         named = sorted(name for name in names if not name.startswith("."))
         hint = f", one of: {', '.join(named[:20])}" if named else ""

@@ -96,7 +96,12 @@ def _find_local(remote: Remote, url: str, recursive: bool) -> tuple[Walk | None,
     root, pattern = split_wildcard(path)
     if not pattern:
         raise SourceError(f"{path}: no such file or folder; check the path")
-    return Walk(remote, root, pattern), ""
+    return Walk(remote, root, _with_end(pattern, url, recursive)), ""
+
+
+def _with_end(pattern: str, url: str, recursive: bool) -> str:
+    """Return the wildcard of a URL; one with "/" at its end names folders, and stands for their files."""
+    return pattern.rstrip("/") + ("/**" if recursive else "/*") if url.endswith("/") else pattern
 
 
 def _find_remote(remote: Remote, url: str, recursive: bool) -> tuple[S3Listing | Walk | None, str]:
@@ -108,7 +113,7 @@ def _find_remote(remote: Remote, url: str, recursive: bool) -> tuple[S3Listing |
     if pattern:
         if not remote.is_web and remote.ask("isfile", path):
             return None, path  # the name of a file may contain the signs of a wildcard
-        return lister(remote, root, pattern), ""
+        return lister(remote, root, _with_end(pattern, url, recursive)), ""
     folder = lister(remote, root if path.strip("/") else "", "**" if recursive else "*")
     if url.endswith("/") or not path or (remote.is_s3 and "/" not in path):
         return folder, ""

@@ -385,7 +385,7 @@ def read_manifest(
 
     def paths(rows: Iterator[Row]) -> Iterator[str]:
         nonlocal root
-        kept = (row for row in rows if not wanted or redact(row[0]).lower().endswith(wanted))
+        kept = (row for row in rows if _ends_in(row[0], wanted)) if wanted else rows
         for number, (url, label) in enumerate(kept):
             path = _path_of(remote, url)
             if not number:
@@ -405,6 +405,10 @@ def read_manifest(
     cut = 0 if root.endswith("://") else len(root)  # not up to a URL's scheme alone
     below = Names(name[cut:] for name in names)
     return root[:cut], below, None if manifest.label is None else labels.labels()
+
+
+def _ends_in(url: str, wanted: tuple[str, ...]) -> bool:
+    return (redact(url) if "?" in url or "#" in url else url).lower().endswith(wanted)
 
 
 def _path_of(remote: Remote, url: str) -> str:

@@ -18,7 +18,13 @@ from typing import Any, Final, NamedTuple
 from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.listing.names import Page
-from cachestream.listing.patterns import MAGIC, folder_filter, name_filter, tell_of_dots
+from cachestream.listing.patterns import (
+    MAGIC,
+    folder_filter,
+    name_filter,
+    tell_of_dots,
+    warn_of_denied,
+)
 from cachestream.transport import metering
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, patiently, redact
@@ -277,14 +283,25 @@ class _FolderLister:
         self._walk, self._remote = walk, walk.remote
         self._may_match = folder_filter(walk.pattern)
         self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
+        self._denied = ""
         is_local, is_whole = self._remote.is_local, walk.pattern == "**"
         self._list = LocalFolders(walk.root, is_whole=is_whole) if is_local else self._by_driver
 
     def for_folder(self, folder: str, following: Sequence[str] = ()) -> Folder:
-        """Return the contents of `folder`, without the folders that hold no files that match."""
+        """Return the contents of `folder`, without the folders that hold no files that match.
+
+        A wildcard leaves out the folders of this machine that may not be read, with a warning.
+        """
         where = self._walk.shown + redact(folder)
         with map_errors(where, secrets=self._remote.secrets):
-            found = self._list(folder, following)
+            try:
+                found = self._list(folder, following)
+            except PermissionError:
+                if not (folder and self._remote.is_local and self._walk.pattern != "**"):
+                    raise
+                self._denied = self._denied or folder
+                warn_of_denied(self._walk.shown, self._denied)
+                return Folder([], [])
         if not folder and not (found.files or found.subfolders):
             raise GoneError(
                 f"{self._walk.shown}: there is nothing here at present; is it mounted, and the path right?"
@@ -318,7 +335,7 @@ class _FolderLister:
             if one not in self._ahead:
                 self._ahead[one] = driver.submit(partial(driver.call, "ls", self._path(one), detail=True))
         try:
-            return list(self._remote.answer_of(driver, self._ahead.pop(folder)))
+            return list(self._remote.answer_of(driver, self._ahead.pop(folder), self._remote.listing_s))
         finally:
             if (kept := getattr(driver.filesystem, "dircache", None)) is not None:
                 kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings

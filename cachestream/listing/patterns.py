@@ -79,7 +79,8 @@ def split_wildcard(path: str, magic: re.Pattern[str] = MAGIC) -> tuple[str, str]
 
 # A sign matches no hidden name: only a level that begins with "." does, as in a shell.
 _SHOWN: Final = r"(?!\.)"
-_SIGN: Final = re.compile(r"(\*+|\?|\[!?\]?[^\]]*\])")
+# A bracket without a sign in it is no set, and stands for itself: "[]", "[!]".
+_SIGN: Final = re.compile(r"(\*+|\?|\[(?:!|(?!!))(?s:.)[^\]]*\])")
 
 
 def _level(level: str) -> str:
@@ -135,6 +136,16 @@ def common_root(roots: Iterable[str]) -> str:
     differ = [a != b for a, b in zip(first, last, strict=False)]
     common = first[: [*differ, True].index(True)]
     return "/".join(common) + "/" if any(common[-1:]) else ""
+
+
+@lru_cache(1024)
+def warn_of_denied(root: str, example: str) -> None:
+    """Warn, once, of folders below `root` in which a wildcard may not look."""
+    logger.warning(
+        "%s: folders that may not be read are left out, such as %s; to read them, check their permissions",
+        root,
+        example,
+    )
 
 
 @lru_cache(1024)

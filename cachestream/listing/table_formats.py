@@ -44,7 +44,9 @@ def refuse_tables(files: FileList) -> None:
     asked = sorted(_with_those_above(folders), key=lambda folder: (folder.count("/"), folder))
     if not remote.is_local:
         asked = asked[:_MOST_ASKED]
-    with ThreadPoolExecutor(1 if remote.is_local else _AT_ONCE) as pool:
+    # Each thread would open a connection of its own to a blocking driver.
+    at_once = 1 if remote.is_local or not remote.driver().is_async else _AT_ONCE
+    with ThreadPoolExecutor(at_once) as pool:
         formats = list(pool.map(partial(_format_at, remote), asked))
     for folder, format_name in zip(asked, formats, strict=True):
         _refuse(format_name, redact(folder if remote.is_local else f"{remote.protocol}://{folder}"))

@@ -1,4 +1,4 @@
-"""Windows of large arrays in `.npy`, Zarr and HDF5, local or remote."""
+"""Windows of large arrays, local or remote, in the formats of arrays that are registered, such as Zarr."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def _local_paths(url: str) -> list[str]:
 
 def _remote_paths(remote: Remote, url: str) -> list[str]:
     if "::" in url:
-        return [remote.open_for_listing()[1]]
+        return [remote.path_of(url)]
     strip = fsspec.get_filesystem_class(remote.protocol)._strip_protocol
     paths = [str(strip(one)) for one in expand_braces(url)]
     if remote.is_web:  # in a web URL "?" begins a query
@@ -345,8 +345,7 @@ def _remote_paths(remote: Remote, url: str) -> list[str]:
         is_pattern = any(map(MAGIC.search, paths))
     if not is_pattern:
         return paths
-    filesystem, _ = remote.open_for_listing()
-    return [path for one in paths for path in sorted(filesystem.glob(one))]
+    return [path for one in paths for path in sorted(remote.ask("glob", one))]
 
 
 def _locate_all(

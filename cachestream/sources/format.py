@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, overload
 
 import numpy as np
 
-from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError, SourceUnavailableError
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceUnavailableError
 from cachestream.listing.file_list import FileList
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import COMPRESSED_ENDINGS
@@ -109,15 +109,15 @@ class File:
         """Return the size in bytes, as it is now."""
         return size_of(self._files.remote, self._files.path(self.index), self.where)
 
-    def exists(self) -> bool:
-        """Return whether the file is there, and may be read."""
-        try:
-            self.size()
-        except SourceUnavailableError:
-            raise
-        except SourceError:
-            return False
-        return True
+    def whole_or_none(self) -> memoryview | None:
+        """Return all bytes, writable; None if the file is missing, or may not be read."""
+        with self.errors_mapped():
+            try:
+                return fetch(self._files.remote, self._files.path(self.index))
+            except Exception as error:
+                if classify(error) not in ("missing", "denied"):
+                    raise
+        return None
 
     def stream(self, start: int = 0, likely_stop: int | None = None) -> AbstractContextManager[Stream]:
         """Open a stream from byte `start` on; bytes beyond `likely_stop` are not fetched ahead."""

@@ -157,9 +157,9 @@ class Download:
 
     An error is resumed after a pause, by a request for the bytes that are missing, if the remote is
     unavailable and has sent bytes before (`num_bytes`): at most `RESUMES` times without a whole `PIECE_BYTES`
-    in between. A read that never began is retried by the caller, with
-    the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A
-    wrong answer is asked for again as often, whether bytes came before or not, and is final then.
+    in between. A read that never began is retried by the caller, with the back-off of the whole unit. So is
+    one that brings less than `PIECE_BYTES` in `PIECE_S` seconds. A wrong answer is asked for again as often,
+    whether bytes came before or not, and is final then.
 
     Bytes from `stop` on are not requested. A piece has at most `step_bytes`; after `patience_s` an incomplete
     one is handed over. A negative offset counts from the end.
@@ -215,9 +215,8 @@ class Download:
         metering.asking(nbytes)
         self._asked_s = time.monotonic()
         self._deadline_s = request.backend.deadline_s(nbytes)
-        patience_s = (
-            self._patience_s if request.backend.is_async else 0.0
-        )  # a read of a blocking driver is one call
+        # A read of a blocking driver is one call.
+        patience_s = self._patience_s if request.backend.is_async else 0.0
         self._pending = request.backend.submit(
             request.read, self.offset, self.room, self._step_bytes, patience_s
         )

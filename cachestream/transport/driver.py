@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import queue
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
+from cachestream.errors import SourceUnavailableError
 from cachestream.transport import metering
 
 T = TypeVar("T")
@@ -72,18 +75,25 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float, since_s:
         del future  # whose error refers to this frame
 
 
+class LateCallsError(SourceUnavailableError):
+    """Too many calls of drivers have not returned: no attempt in this process can succeed."""
+
+
 class Caller:
     """A thread that makes blocking calls, one after the other, and keeps no process alive.
 
     It ends when it has had nothing to do for `_IDLE_S`, and begins anew with the next call. A Caller whose call
-    is late is abandoned. Raises TimeoutError where `MOST_LATE` calls of this process are late.
+    is late is abandoned. Raises LateCallsError where `MOST_LATE` calls of this process are late.
     """
 
-    late: ClassVar[set[_Calls]] = set()
+    late: ClassVar[defaultdict[int, set[_Calls]]] = defaultdict(set)  # by process: a fork has no such threads
 
     def __init__(self) -> None:
-        if len(self.late) >= MOST_LATE:
-            raise TimeoutError(f"{MOST_LATE} calls of drivers have not returned; restart this process")
+        if len(self.late[os.getpid()]) >= MOST_LATE:
+            raise LateCallsError(
+                f"{MOST_LATE} calls of drivers in process {os.getpid()} have not returned; check the network, "
+                "and restart the process"
+            )
         self._calls = _Calls()
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
@@ -94,8 +104,9 @@ class Caller:
 
     def abandon(self) -> None:
         """Count the call under way as late until it returns."""
-        self.late.add(self._calls)
-        self.submit(partial(self.late.discard, self._calls))
+        late = self.late[os.getpid()]
+        late.add(self._calls)
+        self.submit(partial(late.discard, self._calls))
 
 
 class _Calls:

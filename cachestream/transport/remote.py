@@ -40,7 +40,9 @@ T = TypeVar("T")
 
 _MEAN_GAIN: Final = 0.1
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
-PAGE_TIMEOUT_S: Final = 60.0  # to list a folder, or a page of it
+PAGE_TIMEOUT_S: Final = 60.0  # to list a page of a folder, or to look a file up
+FOLDER_TIMEOUT_S: Final = 300.0  # to list a folder whose pages a driver keeps until it has all
+_LISTING: Final = ("ls", "glob")
 # At least as many as there can be requests: a wait for a free connection would count as a late answer.
 MAX_CONNECTIONS: Final = 256
 _S3: Final = ("s3", "s3a")
@@ -242,7 +244,7 @@ class Remote:
                 filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
                 _set_timeouts(filesystem)
                 if self.is_s3:
-                    filesystem.retries = 1  # botocore makes the attempts; both together would multiply
+                    filesystem.retries = 1  # one attempt, as in `_with_s3_limits`
                     filesystem.close_session = _close_session
                     _share_descriptions(filesystem)
                     filesystem.connect()
@@ -261,10 +263,6 @@ class Remote:
             return self.driver().path
         return str(fsspec.get_filesystem_class(self.protocol)._strip_protocol(url))
 
-    def open_for_listing(self) -> tuple[Any, str]:
-        """Return the filesystem, and this URL's path in it."""
-        return self.driver().filesystem, self.path_of(self._url)
-
     def ask(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Return the answer of the filesystem's method `name`.
 
@@ -274,14 +272,20 @@ class Remote:
 
         def once() -> Any:
             driver = self.driver()
-            return self.answer_of(driver, driver.submit(partial(driver.call, name, *arguments, **options)))
+            asked = driver.submit(partial(driver.call, name, *arguments, **options))
+            return self.answer_of(driver, asked, self.listing_s if name in _LISTING else PAGE_TIMEOUT_S)
 
         return patiently(once)
 
-    def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float = 0.0) -> T:
-        """Wait for what was submitted to `driver`: up to `PAGE_TIMEOUT_S` unless another time is given."""
+    @property
+    def listing_s(self) -> float:
+        """The deadline for a folder: drivers return all of its pages in one call, but on the web it is one."""
+        return PAGE_TIMEOUT_S if self.is_web else FOLDER_TIMEOUT_S
+
+    def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float) -> T:
+        """Wait up to `timeout_s` for what was submitted to `driver`."""
         try:
-            found: T = result_of(asked, timeout_s or PAGE_TIMEOUT_S)
+            found: T = result_of(asked, timeout_s)
         except Exception as error:
             self.note_failure(driver, error)
             raise

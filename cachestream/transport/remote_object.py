@@ -135,6 +135,8 @@ class RemoteObject:
                 await asyncio.sleep(0)
                 if not memory.added(download.take()):
                     break
+        if (start, stop) == (0, None):
+            self.remote.saw_object(memory.num_bytes)
         return memory.all()[min(start, 0) :]
 
     def _fill_memory(self, memory: _Memory, start: int, stop: int | None) -> bool:

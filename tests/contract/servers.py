@@ -13,7 +13,9 @@ __all__ = ["Answer", "answer_with", "ranged", "serve"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status, headers and a body; Content-Length is that of the body unless the headers have one."""
+    """A status, headers and a body; Content-Length is that of the body unless the headers have one, or
+    Transfer-Encoding.
+    """
 
     status: int
     body: bytes = b""
@@ -47,7 +49,8 @@ def serve(decide: Callable[[str, str | None], Answer]) -> Iterator[str]:
         def do_GET(self) -> None:
             answer = decide(self.path, self.headers.get("Range"))
             self.send_response(answer.status)
-            for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
+            told = {} if "Transfer-Encoding" in answer.headers else {"Content-Length": str(len(answer.body))}
+            for name, value in (told | dict(answer.headers)).items():
                 self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(OSError):  # the reader has closed the connection

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from PIL import Image
 
 import cachestream as cs
+from tests.contract.servers import Answer, answer_with, serve
 from tests.support.s3 import S3Server
 
 
@@ -79,6 +83,23 @@ def test_a_caption_beside_an_image_comes_with_it(
     found, lost = read(cs.open_source(tmp_path, **options))
     assert not lost
     assert [sorted(sample) for sample in found.values()] == [["image", "text"]] * 4
+
+
+def test_what_belongs_together_is_named_alike_in_all_processes(tmp_path: Path) -> None:
+    images(tmp_path, NAMES)
+    images(tmp_path, [f"{i}{end}.png" for i in range(4) for end in ("_mask", "_depth", "_gt", "-seg")])
+    ask = f"import cachestream as cs; print(cs.open_source({str(tmp_path)!r}).fingerprint)"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", ask],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
 
 
 def test_objects_in_a_list_beside_an_image_are_its_json_text(tmp_path: Path) -> None:
@@ -155,6 +176,26 @@ def test_a_text_that_is_missing_costs_its_image_or_has_a_default(tmp_path: Path)
     assert "1.txt: not a usable .txt file" in lost[0]
 
 
+@pytest.mark.parametrize(("status", "found"), [(200, "there"), (404, "none"), (403, "none")])
+def test_a_text_from_a_server_that_tells_no_length_is_no_default(
+    tmp_path: Path, status: int, found: str
+) -> None:
+    images(tmp_path, NAMES)
+    page = "".join(f'<a href="{i}{ending}">{i}</a>' for i in range(4) for ending in (".png", ".txt"))
+
+    def decide(path: str, wanted: str | None) -> Answer:
+        if path.endswith(".png"):
+            return answer_with((tmp_path / path[-5:]).read_bytes(), wanted)
+        if path.endswith(".txt"):
+            return Answer(status, b"5\r\nthere\r\n0\r\n\r\n", {"Transfer-Encoding": "chunked"})
+        return Answer(200, page.encode(), {"Content-Type": "text/html"})
+
+    with serve(decide) as url:
+        samples, lost = read(cs.open_source(f"{url}/", fields={"text": "none"}))
+    assert not lost
+    assert [one["text"] for one in samples.values()] == [found] * 4
+
+
 def test_files_of_which_few_have_a_text_and_those_in_lists_stay_alone(
     tmp_path: Path, said: list[str]
 ) -> None:
@@ -171,6 +212,67 @@ def test_files_of_which_few_have_a_text_and_those_in_lists_stay_alone(
     few, _ = read(cs.open_source(tmp_path))
     assert [sorted(one) for one in few.values()] == [["image"]] * 4
     assert "1 of 5 files, of other kinds (such as 0.txt), left out" in said[0]
+
+
+def test_an_image_elsewhere_costs_no_other_one_and_has_no_mask(tmp_path: Path) -> None:
+    images(tmp_path / "images", NAMES)
+    images(tmp_path / "masks", NAMES, add=9)
+    images(tmp_path / "extra", ["9.png"])
+    source: Any = cs.open_source(tmp_path)
+    found, lost = read(source)
+    assert list(found) == [f"images/{name}" for name in NAMES]
+    assert {tuple(sorted(one)) for one in found.values()} == {("image", "mask")}
+    assert source.label_names == ()
+    assert len(lost) == 1
+    assert "extra/9.png: has no 'mask', as it does not lie where the others do" in lost[0]
+    found, lost = read(cs.open_source(tmp_path, fields={"mask": 0}))
+    assert not lost
+    assert found["extra/9.png"]["mask"] == 0
+
+
+def test_a_folder_is_replaced_where_it_differs(tmp_path: Path) -> None:
+    for name, add in (("images", 0), ("masks", 9)):
+        images(tmp_path / "images" / name, NAMES, add=add)
+    found, lost = read(cs.open_source(tmp_path))
+    assert not lost
+    assert [(one["image"][0].max(), one["mask"][0].max()) for one in found.values()] == [
+        (i, i + 9) for i in range(4)
+    ]
+
+
+def test_folders_of_masks_above_the_images_too_cost_no_image(tmp_path: Path) -> None:
+    images(tmp_path / "masks" / "images", NAMES)
+    images(tmp_path / "masks" / "masks", NAMES, add=9)
+    found, lost = read(cs.open_source(f"{tmp_path}/**/*.png"))
+    assert (len(found), lost) == (8, [])
+
+
+def test_classes_whose_images_have_equal_names_keep_their_labels(tmp_path: Path) -> None:
+    for label in ("frames", "images", "photos"):
+        images(tmp_path / label, NAMES)
+    source: Any = cs.open_source(tmp_path)
+    found, lost = read(source)
+    assert not lost
+    assert source.label_names == ("frames", "images", "photos")
+    assert [one["label"] for one in found.values()] == [0] * 4 + [1] * 4 + [2] * 4
+    for label in ("frames", "images"):
+        for name in NAMES:
+            (tmp_path / label / name).with_suffix(".txt").write_text(label)
+    found, lost = read(cs.open_source(tmp_path))
+    assert [(one["label"], one["text"]) for one in found.values()] == [(0, "frames")] * 4 + [
+        (1, "images")
+    ] * 4, "the text lies beside its image"
+    assert len(lost) == 4
+
+
+def test_two_files_of_one_name_decide_nothing_beside_many_images(tmp_path: Path, said: list[str]) -> None:
+    images(tmp_path / "cat", [f"{i}.png" for i in range(30)])
+    np.save(tmp_path / "labels.npy", np.arange(30))
+    (tmp_path / "labels.txt").write_text("cat")
+    found, lost = read(cs.open_source(tmp_path))
+    assert not lost
+    assert [(sorted(one), one["label"]) for one in found.values()] == [(["image", "label"], 0)] * 30
+    assert "2 of 32 files, of other kinds" in said[0]
 
 
 def test_samples_of_files_together_reach_the_batches(tmp_path: Path) -> None:
@@ -231,7 +333,38 @@ def test_a_table_that_names_no_files_is_left_out_as_before(tmp_path: Path, said:
     assert "left out" in said[0]
 
 
+def test_a_table_is_taken_if_it_names_half_of_the_files(tmp_path: Path, said: list[str]) -> None:
+    images(tmp_path, NAMES)
+    metadata(tmp_path / "metadata.csv", [{"path": f"/elsewhere/{i}", "author": "a"} for i in range(9)])
+    found, lost = read(cs.open_source(tmp_path))
+    assert (len(found), lost) == (4, [])
+    assert "1 of 5 files, of other kinds (such as metadata.csv), left out" in said[0]
+    metadata(tmp_path / "metadata.csv", [{"path": name, "author": "a"} for name in ("x", "0.png")])
+    assert not read(cs.open_source(tmp_path))[1]
+    metadata(tmp_path / "metadata.csv", [{"path": name, "author": "a"} for name in ("x", *NAMES[:2])])
+    found, lost = read(cs.open_source(tmp_path))
+    assert ([one["author"] for one in found.values()], len(lost)) == (["a", "a"], 2)
+
+
 # --- a listing that goes on
+
+
+@pytest.mark.parametrize("extra", [(), ("9.png",)], ids=["pairs", "one-elsewhere"])
+def test_folders_of_pairs_are_no_labels_while_a_listing_goes_on(
+    tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    names = [f"{i:02d}.png" for i in range(20)]
+    images(tmp_path / "images", names)
+    images(tmp_path / "masks", names, add=50)
+    images(tmp_path / "extra", extra)
+    source: Any = cs.open_source(tmp_path, first_names=10)
+    assert source.is_listing
+    assert source.label_names == ()
+    first = dict(source.read(len(extra), np.random.default_rng(0)))
+    assert [sorted(one) for one in first.values()] == [["image", "mask"]]
+    found, lost = read(source)
+    assert list(found) == [f"images/{name}" for name in names]
+    assert len(lost) == len(extra)
 
 
 @pytest.mark.parametrize("other", ["Annotations", "masks"])

@@ -75,6 +75,22 @@ def test_a_list_of_files_is_an_array_of_decoded_images(
         assert json.loads(sample["texts"]) == texts[i]
 
 
+@pytest.mark.parametrize("options", [{}, {"decode_images": False}], ids=["all", "named"])
+def test_a_list_of_masks_keeps_their_values_if_its_column_is_named(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    sink = io.BytesIO()
+    mask = Image.new("P", (6, 4), 7)
+    mask.putpalette(list(range(48)))
+    mask.save(sink, "PNG")
+    rows = [[as_struct(sink.getvalue())] * count for count in COUNTS]
+    path = parquet(tmp_path, masks=pa.array(rows, pa.list_(FILE)))
+    samples, said = read(cs.open_source(path, decoders={"masks": "index"}, **options))
+    assert not said
+    assert [(len(sample["masks"]), sample["masks"].ndim) for sample in samples] == [(n, 3) for n in COUNTS]
+    assert samples[0]["masks"].tolist() == np.full((1, 4, 6), 7).tolist()
+
+
 def test_the_places_of_texts_between_images_are_in_the_texts(tmp_path: Path) -> None:
     images = pa.array([[None, as_struct(file(7)), None], None], pa.list_(FILE))
     path = parquet(tmp_path, images=images, texts=[["a", None, "b"], ["c"]])

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import parse_qs, urlsplit
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -139,8 +140,6 @@ def test_the_search_on_s3_lists_nothing_that_lies_beside_an_absent_folder() -> N
 
 
 def test_other_drivers_find_a_table_above_the_files_too() -> None:
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     memory.pipe("/lake/t/.hoodie/hoodie.properties", b"x")
     with memory.open("/lake/t/2026/a.parquet", "wb") as file:
@@ -150,6 +149,42 @@ def test_other_drivers_find_a_table_above_the_files_too() -> None:
     finally:
         memory.rm("/lake", recursive=True)
     assert "/lake/t/: is a table of Apache Hudi" in said
+
+
+class Counted(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A driver without asynchronous calls, as those of FTP and SFTP: each of them holds a connection."""
+
+    protocol = "counted"
+    cachable = False
+    root: ClassVar[Path]
+    opened: ClassVar[int] = 0
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        Counted.opened += 1
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        return [self.info(f"{path}/{one.name}") for one in (self.root / path).iterdir()]
+
+    def info(self, path: str, **_: Any) -> Any:
+        there = self.root / path
+        size = there.stat().st_size
+        return {"name": path, "size": size, "type": "directory" if there.is_dir() else "file"}
+
+    def open(self, path: str, *_: Any, **__: Any) -> Any:
+        return (self.root / path).open("rb")
+
+
+def test_the_search_opens_few_connections_to_a_server_that_takes_one_call_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    monkeypatch.setattr(Counted, "root", tmp_path, raising=False)
+    folder = tmp_path / "a/b/c/d/e/f/g/h"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"x": [1]}), folder / "a.parquet")
+    assert cs.open_source("counted://a/b/c/d/e/f/g/h/").num_units == 1
+    assert Counted.opened <= 3
 
 
 def test_parquet_beside_folders_of_like_names_is_read_as_before(tmp_path: Path) -> None:

@@ -214,6 +214,43 @@ def test_an_unreadable_folder_is_an_error_that_names_it(
         FileSource(tmp_path)
 
 
+def test_a_wildcard_leaves_out_folders_that_may_not_be_read_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, "open/a.bin", "closed/b.bin", "closed-too/c.bin")
+    scandir = os.scandir
+
+    def guarded(path: str) -> Any:
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    assert [keys(FileSource(f"{tmp_path}/{one}")) for one in ("*/*.bin", "**/*.bin")] == [["open/a.bin"]] * 2
+    assert len(caplog.messages) == 1
+    assert f"{tmp_path}/: folders that may not be read are left out, such as closed" in caplog.text
+    with pytest.raises(SourceError, match=r"access denied.*closed"):
+        FileSource(f"{tmp_path}/closed/*.bin")
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_a_wildcard_with_a_slash_at_its_end_stands_for_what_is_in_the_folders(
+    scheme: str, tmp_path: Path
+) -> None:
+    for name in ("a1/x.txt", "a2/b/y.txt", "b1/z.txt", "a.txt"):
+        with fsspec.open(f"{scheme}{tmp_path}/{name}", "w", auto_mkdir=True) as file:
+            file.write(name)
+    assert keys(FileSource(f"{scheme}{tmp_path}/a*/")) == ["a1/x.txt", "a2/b/y.txt"]
+    assert keys(FileSource(f"{scheme}{tmp_path}/*/", recursive=False)) == ["a1/x.txt", "b1/z.txt"]
+
+
+def test_brackets_with_nothing_in_them_stand_for_themselves(tmp_path: Path) -> None:
+    make(tmp_path, "[]1.bin", "[!]2.bin", "]3.bin", "!4.bin")
+    for pattern, expected in (("[]*", ["[]1.bin"]), ("[!]*", ["[!]2.bin"]), ("[]!]*", ["!4.bin", "]3.bin"])):
+        assert keys(FileSource(f"{tmp_path}/{pattern}")) == expected
+    assert keys(FileSource(f"{tmp_path}/[!]!]*")) == ["[!]2.bin", "[]1.bin"]
+
+
 def test_urls_of_different_schemes_do_not_go_together(tmp_path: Path) -> None:
     make(tmp_path, "a.bin")
     with pytest.raises(ConfigError, match="same scheme"):

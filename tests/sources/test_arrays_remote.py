@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.formats.parquet import ParquetSource
@@ -125,6 +127,44 @@ def test_a_window_costs_few_requests_and_little_beside_its_chunks(
     band_bytes = 40 * 500 * 4 if name == "a.npy" else 0  # rows with small gaps are fetched in one request
     assert s3_proxy.requests <= requests
     assert sum(fetched) <= max(band_bytes, 4 * 60 * 50 * 4) + nbytes
+
+
+class Busy(MemoryFileSystem):  # type: ignore[misc]
+    """A server that has no time at the first request of each kind."""
+
+    protocol = "busy"
+    asked: ClassVar[set[str]] = set()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("busy://", "memory://")))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self._wait("ls")
+        return super().ls(path, detail, **options)
+
+    def glob(self, path: str, **options: Any) -> Any:
+        self._wait("glob")
+        return super().glob(path, **options)
+
+    def _wait(self, name: str) -> None:
+        if name not in self.asked:
+            self.asked.add(name)
+            raise TimeoutError("no time at present")
+
+
+def test_a_remote_that_has_no_time_is_asked_for_arrays_again() -> None:
+    fsspec.register_implementation("busy", Busy, clobber=True)
+    for name in ("b.npy", "a.npy"):
+        with fsspec.open(f"memory://arrays/{name}", "wb") as file:
+            np.save(file, np.arange(4))
+    for name in (".zgroup", "inside/.zgroup"):
+        with fsspec.open(f"memory://arrays/g.zarr/{name}", "w") as file:
+            file.write('{"zarr_format": 2}')
+    assert ArraySource("busy://arrays/*.npy", window=2, windows="grid").num_units == 4
+    Busy.asked.clear()
+    with pytest.raises(SourceError, match=r"a Zarr group, not an array.*one of: inside"):
+        ArraySource("busy://arrays/g.zarr", window=2)
 
 
 @pytest.mark.e2e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -13,10 +14,12 @@ from typing import Any, Final
 import fsspec
 import pytest
 from fsspec.implementations.http import HTTPFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from cachestream.errors import SampleError, SourceUnavailableError
+from cachestream.listing.pages import Walk
 from cachestream.transport import driver
-from cachestream.transport.driver import Caller
+from cachestream.transport.driver import Caller, LateCallsError
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors
 from cachestream.transport.remote_object import fetch, open_stream
@@ -178,6 +181,30 @@ def test_a_named_pipe_and_a_file_that_shrinks_keep_nobody_waiting(tmp_path: Path
             reader(Remote(str(tmp_path)), str(tmp_path / "pipe"))
 
 
+class Paging(MemoryFileSystem):  # type: ignore[misc]
+    """A driver that takes its time for all the pages of a folder, or for anything else."""
+
+    protocol = "paging"
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        time.sleep(0.2)
+        return [{"name": f"{path}/a.txt", "type": "file", "size": 1}]
+
+    def info(self, path: str, **_: Any) -> Any:
+        time.sleep(0.2)
+        return {"name": path, "type": "file", "size": 1}
+
+
+def test_a_folder_of_many_pages_has_more_time_than_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("paging", Paging, clobber=True)
+    monkeypatch.setattr("cachestream.transport.remote.PAGE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("cachestream.transport.remote_errors.ATTEMPTS", 1)
+    remote = Remote("paging://set")
+    assert list(Walk(remote, "/set/").all()) == ["a.txt"]
+    with pytest.raises(TimeoutError):
+        remote.ask("info", "/set/a.txt")
+
+
 def test_a_caller_whose_call_is_late_is_left_behind_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "MOST_LATE", 1)
     before, gate = threading.active_count(), threading.Event()
@@ -185,8 +212,14 @@ def test_a_caller_whose_call_is_late_is_left_behind_and_ends_with_it(monkeypatch
     assert caller.submit(lambda: 1).result(5.0) == 1
     caller.submit(gate.wait)
     caller.abandon()
-    with pytest.raises(TimeoutError, match="have not returned; restart this process"):
+    late = "1 calls of drivers in process .* have not returned; .* restart the process"
+    with pytest.raises(LateCallsError, match=late), map_errors("there", one_of_many=True):
         Caller()
+    forked = os.fork()  # a fork has none of these threads
+    if not forked:
+        Caller()
+        os._exit(0)
+    assert os.waitpid(forked, 0) == (forked, 0)
     del caller
     gate.set()
     deadline_s = time.monotonic() + 30.0

@@ -235,3 +235,13 @@ def test_the_memory_of_a_file_is_freed_with_its_last_reference(unruly_server: Un
         assert freed.wait(TIMEOUT_S)
     finally:
         gc.enable()
+
+
+def test_the_mean_size_of_objects_counts_those_read_on_a_loop() -> None:
+    remote = Remote("slices://a.bin")
+    before = remote.likely_bytes()
+    file = RemoteObject(remote, "a.bin", "there")
+    asyncio.run(file.read_on_loop(0, 100))
+    assert remote.likely_bytes() == before
+    asyncio.run(file.read_on_loop())
+    assert remote.likely_bytes() == len(DATA) != before

@@ -311,7 +311,7 @@ def test_a_filesystem_that_is_collected_beside_a_running_event_loop_is_closed_on
 
     async def notebook() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
-        filesystem, path = remote.open_for_listing()
+        filesystem, path = remote.driver().filesystem, remote.path_of(f"s3://{s3_bucket.name}/")
         filesystem.ls(path)
         del filesystem
         gc.collect()

@@ -126,7 +126,8 @@ class Columns:
                     f"{name}.{member.name}", self._arrow.LargeListArray.from_arrays(lists, part)
                 ).items()
             }
-        if _holds_files(types, kind) and self._decode_images and self._decoders.get(name) is not bytes:
+        is_decoded = self._decoders.get(name) is not bytes if name in self._decoders else self._decode_images
+        if is_decoded and _holds_files(types, kind):
             return {name: self._checked(name, array, self._image_lists(name, array))}
         return {name: self._checked(name, array, self._plain(name, array))}
 
@@ -210,7 +211,8 @@ class Columns:
             files = files.field("bytes")
         images = [self._image(name, data) for data in _buffers(files)]
         ends = np.cumsum(_numbers(self._arrow.compute.list_value_length(array))).tolist()
-        return [_stacked(name, images[first:last]) for first, last in itertools.pairwise([0, *ends])]
+        none = np.empty((0, 0, 0) if name in self._decoders else (0, 3, 0, 0), np.uint8)
+        return [_stacked(name, images[first:last], none) for first, last in itertools.pairwise([0, *ends])]
 
     def _image(self, name: str, data: memoryview | None) -> Any:
         if data is None:
@@ -221,11 +223,13 @@ class Columns:
             return Unusable(str(error))
 
 
-def _stacked(name: str, images: list[Any]) -> Any:
-    """Return the images of a row as one array; Unusable for the first that is."""
+def _stacked(name: str, images: list[Any], none: npt.NDArray[Any]) -> Any:
+    """Return the images of a row as one array, `none` if there are none; Unusable for the first that is."""
     try:
         found = [image for image in images if image is not None]
-        return next((one for one in found if isinstance(one, Unusable)), None) or stack_images(found)
+        return next((one for one in found if isinstance(one, Unusable)), None) or (
+            stack_images(found) if found else none
+        )
     except ValueError as error:
         return Unusable(f"column '{name}' holds {error}")
 

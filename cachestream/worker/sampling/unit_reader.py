@@ -23,6 +23,7 @@ from cachestream.sources.token_windows import PackedSource
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import metering
+from cachestream.transport.driver import LateCallsError
 from cachestream.transport.metering import Throttle
 from cachestream.worker.order import END, PassPlan
 from cachestream.worker.processes import end_if_forked
@@ -101,6 +102,8 @@ class UnitReader:
                     self._known_good.setdefault(self._remote_of(unit.number), unit.number)
                     return
                 except SourceUnavailableError as error:
+                    if isinstance(error, LateCallsError):
+                        self._stop.set()  # another process goes on
                     if self._stop.is_set():
                         raise
                     self._slot["retries"] += 1

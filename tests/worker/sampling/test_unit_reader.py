@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cachestream.sources.base import Rows, Source
 from cachestream.storage.telemetry import private_slot
 from cachestream.transport import metering
+from cachestream.transport.driver import LateCallsError
 from cachestream.worker.order import END, Offsets, PassPlan, is_covered
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
@@ -84,3 +85,16 @@ def test_the_wanted_samples_come_and_the_source_is_not_read_after_the_last(
         assert len(source.taken) == min(SAMPLES, (last // step + 1) * step)
     else:
         assert source.taken == list(range(SAMPLES)), "only the source knows where the unit ends"
+
+
+def test_a_process_whose_calls_never_return_ends_and_tries_no_further() -> None:
+    class Late(Counted):
+        def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+            raise LateCallsError("64 calls have not returned")
+
+    stop = threading.Event()
+    reader = UnitReader(Late(), FetchMeter(private_slot()), stop, hang_timeout_s=30.0)
+    reader.plan = PassPlan("sequential", 0, 0, 1, "", 1)
+    with pytest.raises(LateCallsError):
+        list(reader.read(UnitRead(Unit(0, 0, 0, ())), 0))
+    assert stop.is_set()
