@@ -1,4 +1,4 @@
-"""Failed units are tried again at the next start and in the next pass; others are not read again."""
+"""Draws of a transform for a sample that is read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are stopped for a while (Ctrl-Z, a debugger, a suspended job): all go on when they do, and nobody is blamed."""
+"""A process that is stopped while it has the catalogue open (Ctrl-Z, a debugger): all go on when it does."""
 
 from __future__ import annotations
 
