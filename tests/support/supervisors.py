@@ -1,6 +1,6 @@
 """Supervisors that are forked from a process that has loaded what they need; else each loads it for a second.
 
-What only a new Python shows has one: another environment of the interpreter, other limits, scripts, forked processes.
+What only a new Python shows has one: another environment of the interpreter, other limits, forked processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A supervisor in this process: its clock goes on by itself, and its sampling processes are a script of what they do.
+"""A supervisor in this process, with a clock that goes on by itself, and with scripts for processes.
 
 Nothing is started, and nobody waits: where the supervisor would wait for its processes, the clock goes on.
 """
@@ -46,18 +46,18 @@ CRASHES: Final = {"segfault": -signal.SIGSEGV, KILLED: -signal.SIGKILL, "exit 3"
 
 
 class Process(ChildProcess):
-    """A process that is not there: `act` is called again and again while it runs."""
+    """A process that is not there: `does` is called again and again while it runs."""
 
     def start(self, now_s: float) -> None:
         self.start_at_s, self.life_s = now_s, None
         forks = cast("LoopForks", self._forks)
-        if forks.refuses():
+        if forks.loop.has_no_descriptors:
             raise OSError(24, "Too many open files")
         ours, theirs = socket.socketpair()
         self.pid, self.channel, self.theirs = next(_PIDS), Channel(ours), Channel(theirs)
         self.started_s, self.start_at_s, self.code = now_s, None, cast("int | None", None)
         forks.selector.register(self.channel, selectors.EVENT_READ, self)
-        self.does = forks.script(self)
+        self.does: Callable[[], None] = forks.script(self)
 
     def ends(self, code: int) -> None:
         """End with this exit code."""
@@ -87,7 +87,7 @@ class LoopForks(Forks):
     def __init__(self, loop: Loop) -> None:
         self.selector, self.ended, self.children = LoopSelector(loop), EndedSessions(), []
         self.clock = lambda: loop.now_s
-        self.script, self.refuses = loop.script, lambda: loop.has_no_descriptors
+        self.script, self.loop = loop.script, loop
 
     def process(self, name: str, run: Callable[[socket.socket], int]) -> ChildProcess:
         return Process(name, self, run)
@@ -112,7 +112,7 @@ class LoopSelector(selectors.DefaultSelector):
 
 
 class LoopAttachments(Attachments):
-    """Those of a supervisor that does not end with its process: the locks that it keeps to its end are known."""
+    """The attachments of a supervisor: the locks that it keeps to its end are known."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop.cache.directory, lambda: loop.now_s)
@@ -124,7 +124,7 @@ class LoopAttachments(Attachments):
 
 
 class Sampling:
-    """A sampling process that publishes each unit by itself, but for those with which it does something else."""
+    """A sampling process that publishes each unit by itself, or does with it what the loop says."""
 
     def __init__(self, loop: Loop, process: Process, index: int) -> None:
         self._loop, self._process, self._channel = loop, process, process.theirs
