@@ -53,11 +53,11 @@ docs-serve: $(VENV)/.ready-dev  ## show the documentation on http://127.0.0.1:80
 	$(MKDOCS) serve
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
-	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) $(PYTEST_ARGS)
 
 # What is dear: docs/decisions/0020.
 e2e: $(VENV)/.ready-dev  ## the tests of whole programs, clusters and kills, which CI runs after `make test`
-	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) --reruns 1 -m "e2e and not slow" $(PYTEST_ARGS) \
+	$(BIN)/python -m pytest -n $(WORKERS) $(SPREAD) -m "e2e and not slow" $(PYTEST_ARGS) \
 	  $$(grep -rl --include='test_*.py' 'mark\.e2e' tests plugins)
 
 soak: $(VENV)/.ready-dev  ## the tests that take long, more examples of Hypothesis, planted faults; with coverage

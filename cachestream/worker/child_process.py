@@ -27,7 +27,7 @@ from typing import BinaryIO, Final
 from cachestream.linux import die_with_parent, name_process
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.channel import Channel, Message
-from cachestream.worker.processes import EndedSessions, detach_from_terminal
+from cachestream.worker.processes import EndedSessions, detach_from_terminal, reap_orphans
 
 _PID: Final = struct.Struct("<i")
 _LAST_OUTPUT_BYTES: Final = 8192
@@ -109,15 +109,31 @@ class Forks:
     """The things that all processes of a supervisor have in common: its selector, its guardian, the ends that
     it has open.
 
-    `close_in_child` closes what else a forked process must not keep.
+    `close_in_child` closes what else a forked process must not keep. `clock`: the time in seconds by which
+    the supervisor waits.
     """
 
-    def __init__(self, guardian: Guardian, close_in_child: Callable[[], None]) -> None:
-        self.selector = selectors.DefaultSelector()
+    def __init__(
+        self,
+        guardian: Guardian,
+        close_in_child: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.ended = EndedSessions()
         self.guardian = guardian
+        self.clock = clock
         self.children: list[ChildProcess] = []
         self._close = close_in_child
+
+    def process(self, name: str, run: Callable[[socket.socket], int]) -> ChildProcess:
+        """Make a process, which is not started yet; see `ChildProcess`."""
+        return ChildProcess(name, self, run)
+
+    def end_orphans(self) -> None:
+        """End the processes that dead ones leave behind, and reap orphans; no other code does."""
+        self.ended.end_members()
+        reap_orphans([child.pid for child in self.children])
 
     def close_in_child(self) -> None:
         """Close the supervisor's files in a process that it has forked."""
@@ -244,7 +260,7 @@ class ChildProcess:
                 self._forks.selector.unregister(self.channel)
             return []
         if messages:
-            self.life_s = time.monotonic()
+            self.life_s = self._forks.clock()
         return messages
 
     def read_output(self) -> None:

@@ -26,7 +26,7 @@ from cachestream.storage.publish import Reserved
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.channel import SupervisorLink
-from cachestream.worker.child_process import ChildProcess, Forks
+from cachestream.worker.child_process import Forks
 from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
 from cachestream.worker.job import Job, unpack
 from cachestream.worker.listings import Listings, keep_names, open_store, store_rest
@@ -54,7 +54,8 @@ class Lister:
 
     def __init__(self, job: Job, forks: Forks, listings: Listings) -> None:
         self._job, self._listings = job, listings
-        self.process = ChildProcess("lister", forks, self._run)
+        self._clock = forks.clock
+        self.process = forks.process("lister", self._run)
         self._is_next = False
         self._deaths = 0
         self._listed_before = 0
@@ -119,10 +120,10 @@ class Lister:
 
     def _start(self, is_next: bool) -> None:
         self._is_next = is_next
-        self.process.start_at_s = time.monotonic()  # it stays due if the disk or the system refuses
+        self.process.start_at_s = self._clock()  # it stays due if the disk or the system refuses
         self._listings.clean()  # a process that died before its first mark has left files that no mark names
         self._listed_before = self._listed
-        self.process.start(time.monotonic())
+        self.process.start(self._clock())
 
     @property
     def _listed(self) -> int:

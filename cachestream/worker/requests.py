@@ -70,9 +70,16 @@ class Requests:
     """
 
     def __init__(
-        self, job: Job, cache: Cache, planner: Planner, board: Board, must_wait: Callable[[], bool]
+        self,
+        job: Job,
+        cache: Cache,
+        planner: Planner,
+        board: Board,
+        must_wait: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._must_wait = must_wait  # for the names of the units, by which cached ones are known
+        self._clock = clock
         self._job, self._cache, self._planner, self._board = job, cache, planner, board
         self._owner = Owner.temporary(cache.directory, "supervisor")
         self._channels: dict[int, Channel] = {}  # of the sampling processes
@@ -142,7 +149,7 @@ class Requests:
             self._vote(process, channel, *arguments)
         elif kind == "reserve":
             self._waiting.append(_SpaceRequest(process, channel, number, *arguments))
-            self._space_at_s = min(self._space_at_s, time.monotonic() + _SPACE_WAITS_S[1])
+            self._space_at_s = min(self._space_at_s, self._clock() + _SPACE_WAITS_S[1])
             if len(self._waiting) == 1:
                 self._space_at_s = 0.0
         elif kind == "alive":
@@ -174,7 +181,7 @@ class Requests:
 
     def _vote(self, process: int, channel: Channel, votes: Votes) -> None:
         if self.schema is None:
-            self._election.vote(process, votes, time.monotonic())
+            self._election.vote(process, votes, self._clock())
         else:
             channel.tell("schema", self.schema)
 
@@ -223,7 +230,7 @@ class Requests:
         self._space_at_s = 0.0
         planner.forget_outdated(replaces, sum(shard.num_samples for shard in publication.shards))
         planner.failures.clear()
-        planner.is_dirty, self._recorded_s = False, time.monotonic()
+        planner.is_dirty, self._recorded_s = False, self._clock()
         if publication.shards and (not self.status.has_samples or self.status.holdout is not None):
             self.look_at_cache()  # before the process begins another shard
 
@@ -260,7 +267,7 @@ class Requests:
     def record(self) -> None:
         """Record the progress of the pass, if some is not recorded yet."""
         planner = self._planner
-        self._recorded_s = time.monotonic()
+        self._recorded_s = self._clock()
         if planner.is_dirty:
             self._publisher.commit((), 0, (), Progress(planner.row, tuple(planner.failures)))
             planner.failures.clear()
@@ -268,7 +275,7 @@ class Requests:
 
     def look_at_cache(self) -> None:
         """Tell the sampling processes what has changed in the cache."""
-        self._status_at_s = time.monotonic() + _STATUS_S
+        self._status_at_s = self._clock() + _STATUS_S
         if (status := self._read_status()) != self.status:
             self.status = status
             self._tell_all("status", status)

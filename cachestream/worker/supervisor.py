@@ -18,7 +18,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,7 +55,6 @@ from cachestream.worker.planner import Planner
 from cachestream.worker.processes import (
     detach_from_terminal,
     read_frame,
-    reap_orphans,
     reset_inherited_state,
     write_frame,
 )
@@ -88,16 +86,19 @@ class Supervisor:
 
     def __init__(self, job: Job, cache: Cache, lock: HeldFile, forks: Forks, order: UserCode) -> None:
         self._job, self._cache, self._lock, self._forks = job, cache, lock, forks
+        self._clock = forks.clock
         self._order = order
         order.must_stop = self._should_end
         self._board = Board(cache.directory.worker_file("board"))
         self._record = FillRecord(job, cache, self._board)
         self._history = History(cache.directory.worker_file("history"))
-        self._attachments = Attachments(cache.directory)
+        self._attachments = Attachments(cache.directory, self._clock)
         is_shared = job.cluster is not None and bool(job.cluster.group)
         self._planner = Planner(job, cache, is_shared=is_shared)
         self._lister = Lister(job, forks, Listings(cache.directory))
-        self._requests = Requests(job, cache, self._planner, self._board, self._lister.keeps_names)
+        self._requests = Requests(
+            job, cache, self._planner, self._board, self._lister.keeps_names, self._clock
+        )
         children = [self._sampling_process(index) for index in range(job.num_workers)]
         self._samplers = SamplingProcesses(
             children, self._board, job.hang_timeout_s, self._requests.has_ended
@@ -116,14 +117,6 @@ class Supervisor:
         self._full_logged_s = -math.inf
         self._housekeeping_at_s = self._sizes_at_s = self._tick_at_s = self._next_pass_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
-        self._woken, wake = socket.socketpair()
-        for end in (self._woken, wake):
-            end.setblocking(False)
-        self._wake = wake  # kept open
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        forks.selector.register(self._woken, selectors.EVENT_READ, None)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
 
     def _sampling_process(self, index: int) -> SamplingProcess:
         job, board = self._job, self._board
@@ -137,7 +130,17 @@ class Supervisor:
             )
             return code
 
-        return SamplingProcess(index, ChildProcess(f"process {index}", self._forks, run), board)
+        return SamplingProcess(index, self._forks.process(f"process {index}", run), board)
+
+    def heed_signals(self) -> None:
+        """End in order at SIGTERM and SIGINT, which also end a wait."""
+        self._woken, self._wake = socket.socketpair()  # both are kept open
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._forks.selector.register(self._woken, selectors.EVENT_READ, None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._is_stopping:
@@ -151,7 +154,7 @@ class Supervisor:
         self._record.write_looking(self._look_for_changes or self.asks_failed_again)
         self._record.write("filling")
         self._record.write_transform()
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._board.reset(os.getpid(), self._job.num_workers, now_s)
         self._lister.begin()
         if self._sharing is not None:
@@ -175,14 +178,8 @@ class Supervisor:
     def run(self) -> int:
         """Watch until asked to stop, until no process needs the worker any more, or until it fails."""
         try:
-            while True:
-                now_s = time.monotonic()
-                if now_s >= self._tick_at_s:
-                    self._tick_at_s = now_s + _TICK_S
-                    if self._try(self._leave):
-                        break
-                    self._try(self._tick)
-                self._attend()
+            while not self.turn():
+                pass
             self._end()
         except Exception as error:  # a process's main: all who wait get the error
             output = error.output if isinstance(error, GiveUpError) else traceback.format_exc()
@@ -200,10 +197,21 @@ class Supervisor:
 
     # --- the loop
 
+    def turn(self) -> bool:
+        """Serve the processes once, and do what is due; True if the worker is to end."""
+        now_s = self._clock()
+        if now_s >= self._tick_at_s:
+            self._tick_at_s = now_s + _TICK_S
+            if self._try(self._leave):
+                return True
+            self._try(self._tick)
+        self._attend()
+        return False
+
     def _attend(self) -> None:
         """Serve the processes, and wait until one of them tells something, or until the next tick."""
-        is_pressing = self._try(lambda: self._requests.serve(time.monotonic()))
-        timeout_s = max(0.0, self._tick_at_s - time.monotonic())
+        is_pressing = self._try(lambda: self._requests.serve(self._clock()))
+        timeout_s = max(0.0, self._tick_at_s - self._clock())
         if is_pressing:
             timeout_s = 0.0
         elif self._requests.is_pressed:
@@ -280,7 +288,7 @@ class Supervisor:
 
     def _try(self, step: Callable[[], bool]) -> bool:
         """Return the result of `step`, or False if it fails for a reason that may be over soon."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         try:
             try:
                 return step()
@@ -295,7 +303,7 @@ class Supervisor:
         except CacheLockedError:
             # By a process that was stopped, a trainer for one: this process has waited for it, and was not
             # suspended.
-            self._ticked_s = time.monotonic()
+            self._ticked_s = self._clock()
             logger.exception("the catalogue is locked")
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
             if now_s - self._full_logged_s > _LOG_AGAIN_S:
@@ -320,12 +328,12 @@ class Supervisor:
         begin_or_resume(self._cache, self._job, self._order)
         self._record.write_anew()
         self._resting = False
-        self._begin_sampling(time.monotonic())
+        self._begin_sampling(self._clock())
 
     def _tick(self) -> bool:
         if not self._lock.is_ours:
             raise GiveUpError("", f"{self._lock.path} is gone: the cache was removed")
-        now_s = time.monotonic()
+        now_s = self._clock()
         if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
@@ -335,7 +343,7 @@ class Supervisor:
             self._requests.has_ended(_SHARING)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
-            self._reap_orphans()
+            self._forks.end_orphans()
             self._housekeep(now_s)
         if self._samplers.have_ended and now_s >= self._next_pass_at_s:
             self._next_pass_at_s = now_s + (_HOUSEKEEPING_S if self._resting else 0.0)
@@ -349,15 +357,6 @@ class Supervisor:
     @property
     def _shared_message(self) -> str:
         return "" if self._sharing is None else self._sharing.message
-
-    @property
-    def _processes(self) -> list[ChildProcess]:
-        return [*self._numbers, self._order.process]
-
-    def _reap_orphans(self) -> None:
-        """End the processes that dead ones leave behind, and reap orphans; no other code does."""
-        self._forks.ended.end_members()
-        reap_orphans([one.pid for one in self._processes])
 
     def _next_pass(self, now_s: float) -> None:
         """Begin another pass, or rest. All processes have ended, as nothing was left to hand out."""
@@ -408,7 +407,7 @@ class Supervisor:
     def abandon(self) -> None:
         """End all processes: nobody waits for what they do."""
         self._requests.close()
-        for process in self._processes:
+        for process in self._forks.children:
             process.end()
         self._requests.release()
         self._cache.close()
@@ -416,12 +415,12 @@ class Supervisor:
     def _end(self) -> None:
         self._requests.close()
         self._lister.stop()
-        processes = self._processes
+        processes = self._forks.children
         for process in processes:
             process.ask_to_stop()
-        deadline_s = time.monotonic() + _STOP_S
-        while any(process.running for process in processes) and time.monotonic() < deadline_s:
-            self._tick_at_s = time.monotonic() + 0.01
+        deadline_s = self._clock() + _STOP_S
+        while any(process.running for process in processes) and self._clock() < deadline_s:
+            self._tick_at_s = self._clock() + 0.01
             self._attend()
             for process in processes:
                 process.reap()
@@ -435,7 +434,7 @@ class Supervisor:
             self._requests.release()
             self._requests.record()
             self._cache.recover()  # removes unfinished shards of processes that were killed
-            self._housekeep(time.monotonic())
+            self._housekeep(self._clock())
         except CacheError:
             logger.exception("the clean-up is left to the next process that opens the cache")
 
@@ -510,6 +509,7 @@ def _begin(guardian: Guardian, answer: BinaryIO) -> Supervisor | None:
             cache.rebuild(error)
             has_more = begin_or_resume(cache, job, order)
         supervisor = Supervisor(job, cache, lock, forks, order)
+        supervisor.heed_signals()
         supervisor.asks_failed_again = has_failed_units(cache)
         supervisor.start(is_complete=not has_more)
     except CacheStreamError as error:

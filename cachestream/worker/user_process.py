@@ -45,7 +45,7 @@ class UserCode:
     """
 
     def __init__(self, job: Job, forks: Forks) -> None:
-        self._process = ChildProcess("user code", forks, lambda end: run(end, job))
+        self._process = forks.process("user code", lambda end: run(end, job))
         self.must_stop: Callable[[], bool] = lambda: False
 
     @property

@@ -16,15 +16,11 @@ from safetensors import safe_open
 
 import cachestream as cs
 from tests.contract.loader_acts import Ranks
+from tests.contract.readers import NUM_SAMPLES, SHARD_SIZE, numbered
 
-NUM_SAMPLES: Final = 300
-SHARD_SIZE: Final = "64KB"
+__all__ = ["NUM_SAMPLES", "SHARD_SIZE", "numbered"]
+
 NUM_VARIOUS: Final = 84
-
-
-def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
-    """Samples that say which they are: `x` float32 [1024] full of the number, and `number`."""
-    return [{"x": np.full(1024, i, np.float32), "number": i} for i in range(first, first + count)]
 
 
 def various(number: int) -> dict[str, Any]:
@@ -63,6 +59,11 @@ def bytes_on_disk(path: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+@pytest.fixture(scope="module", autouse=True)
+def starts_quickly(quick_supervisors: None) -> None:
+    """Supervisors are forked; `test_surroundings.py` and the commands start new ones."""
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import cachestream as cs
-from tests.contract.conftest import NUM_SAMPLES, SHARD_SIZE, numbered
+from tests.contract.readers import NUM_SAMPLES, SHARD_SIZE, numbered
 
 __all__ = ["SCENARIOS", "fill"]
 

@@ -21,9 +21,17 @@ import numpy as np
 
 import cachestream as cs
 
+NUM_SAMPLES: Final = 300
+SHARD_SIZE: Final = "64KB"
+
 DEADLINE_S: Final = 120.0
 ROOT: Final = Path(__file__).parents[2]
 FOUR: Final = "16KB"  # a shard of four samples of `Told`
+
+
+def numbered(count: int, first: int = 0) -> list[dict[str, Any]]:
+    """Samples that say which they are: `x` float32 [1024] full of the number, and `number`."""
+    return [{"x": np.full(1024, i, np.float32), "number": i} for i in range(first, first + count)]
 
 
 @dataclass(frozen=True)

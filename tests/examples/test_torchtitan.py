@@ -47,6 +47,12 @@ def train(folder: Path, outputs: str, *options: str) -> tuple[int, dict[int, str
             *("--parallelism.data_parallel_shard_degree", "1"),
             *("--checkpoint.enable", "--checkpoint.interval", "3", "--checkpoint.no_last_save_model_only"),
             *("--metrics.log_freq", "1", "--metrics.disable_color_printing", "--job.dump_folder", outputs),
+            *(
+                "--lr_scheduler.warmup_steps",
+                "1",
+                "--optimizer.lr",
+                "3e-3",
+            ),  # the loss of few steps falls by far
             *options,
         ),
         cwd=folder,
@@ -63,10 +69,10 @@ def train(folder: Path, outputs: str, *options: str) -> tuple[int, dict[int, str
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two arrays of tokens, and a cache of more windows than a run draws."""
+    """Two arrays of the same few tokens, which are soon learnt, and a cache of more windows than a run draws."""
     rng = np.random.default_rng(0)
     for i in range(2):
-        np.save(tmp_path / f"{i}.npy", rng.integers(0, 2000, 50 * (SEQ_LEN + 1), dtype=np.uint16))
+        np.save(tmp_path / f"{i}.npy", rng.integers(0, 4, 50 * (SEQ_LEN + 1), dtype=np.uint16))
     tokens = cs.open_source(str(tmp_path / "*.npy"), window=(SEQ_LEN + 1,))
     with cs.Cache(tmp_path / "cache", "200GB") as cache, cs.start_worker(cache, tokens, num_workers=1):
         cache.wait(min_samples=200, timeout_s=60)
@@ -92,7 +98,7 @@ def test_ranks_of_tensor_parallelism_train_on_equal_batches(folder: Path) -> Non
     status, losses, printed = train(folder, "tensor", *alone, "--parallelism.tensor_parallel_degree", "2")
     assert status == 0, printed[-4000:]
     assert list(losses) == [1, 2, 3, 4, 5, 6]
-    assert float(losses[6]) < float(losses[1])
+    assert float(losses[6]) < 0.8 * float(losses[1]), losses
 
 
 @pytest.mark.e2e

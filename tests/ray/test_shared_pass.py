@@ -21,7 +21,7 @@ from cachestream.shard_format import encode_header
 from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
 from cachestream.worker.channel import SupervisorLink
-from cachestream.worker.child_process import Forks
+from cachestream.worker.child_process import ChildProcess, Forks
 from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.messages import Publication
@@ -52,6 +52,9 @@ class NoForks:
 
     def __init__(self) -> None:
         self.children = []
+
+    def process(self, name: str, run: Any) -> ChildProcess:
+        return ChildProcess(name, cast("Forks", self), run)
 
 
 class Shared:

@@ -16,6 +16,7 @@ from cachestream.transport import metering, remote_errors
 from tests.support.forked import start_server
 from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
+from tests.support.supervisors import Supervisors, installed
 from tests.support.unruly import UnrulyServer, run_unruly_server
 
 _numbers = itertools.count()
@@ -53,6 +54,21 @@ def cuda(device: str | None) -> None:
 def forked() -> None:
     """The server of `tests.support.forked` runs, with an environment that no test has changed."""
     start_server()
+
+
+@pytest.fixture(scope="session")
+def supervisors() -> Iterator[Supervisors]:
+    """The process of `tests.support.supervisors`."""
+    running = Supervisors()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def quick_supervisors(supervisors: Supervisors) -> Iterator[None]:
+    """Supervisors that this process starts are forked, which saves each a second of a processor."""
+    with installed(supervisors):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -130,18 +130,6 @@ def test_an_eviction_policy_that_fails_is_named_and_what_was_read_is_not_blamed(
 
 
 @pytest.mark.e2e
-def test_a_transform_that_always_kills_its_process_opens_the_breaker(cache: Cache) -> None:
-    with (
-        cs.start_worker(
-            cache, Numbers(10_000), num_workers=2, transform=lambda _: os._exit(9), concurrency=2
-        ) as worker,
-        pytest.raises(WorkerError, match=r"died .* exit code 9"),
-    ):
-        worker.wait(DEADLINE_S)
-    assert cache.num_samples == 0
-
-
-@pytest.mark.e2e
 def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) -> None:
     source = Numbers(75, pause_s=0.1)
     with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -99,15 +98,6 @@ def test_a_worker_ends_at_once_with_a_job_that_ends_in_order(cache: Cache) -> No
         process.communicate("pass\n", timeout=DEADLINE_S)
         assert process.returncode == 0
     wait_until(lambda: not cache.has_worker(), "it has ended")
-
-
-@pytest.mark.e2e
-def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) -> None:
-    with job(cache, 0.5) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait(DEADLINE_S)
-    wait_until(lambda: not cache.has_worker(), "it has ended")
-    assert not [name for name in os.listdir(cache.directory.worker) if name.endswith(".attached")]
 
 
 @pytest.mark.e2e

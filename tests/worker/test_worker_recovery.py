@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -29,11 +28,9 @@ from tests.worker.support import (
     ATTACHING,
     DEADLINE_S,
     Processes,
-    failures_of,
     is_running,
     log_of,
     only_once,
-    sampling_pids,
     script,
     supervisor_pid,
     wait_until,
@@ -291,36 +288,6 @@ def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
         assert worker.is_alive()
     only_once(cache)
     assert cache.verify().ok
-
-
-def take_descriptors(pid: int) -> tuple[int, int]:
-    """Let the process open nothing any more; returns its limits before."""
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
-    return before
-
-
-@pytest.mark.e2e
-def test_a_supervisor_that_is_out_of_descriptors_for_a_moment_goes_on_and_replaces_what_died(
-    cache: Cache,
-) -> None:
-    source = Numbers(100, pause_s=0.05)
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        cache.wait(1, DEADLINE_S)
-        supervisor, (first,) = supervisor_pid(cache), sampling_pids(cache)
-        before = take_descriptors(supervisor)
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: "Too many open files" in log_of(cache) or not worker.is_alive(), "it is told so")
-        wait_until(
-            lambda: "ended the process by SIGKILL" in log_of(cache) or not worker.is_alive(), "it sees"
-        )
-        assert worker.is_alive()
-        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
-        assert worker.wait(DEADLINE_S)
-        assert sampling_pids(cache) != [first]
-        assert Board(cache.directory.worker_file("board")).restarts == 1
-    assert only_once(cache) == source.keys()
-    assert failures_of(cache) == {}
 
 
 def test_a_supervisor_that_cannot_lock_a_file_as_it_leaves_tries_again() -> None:

@@ -15,7 +15,7 @@ from cachestream import Cache
 from cachestream.transport.metering import Throttle
 from tests.storage.support import disk_bytes
 from tests.worker.sources import Numbers, TwoLarge
-from tests.worker.support import DEADLINE_S, failures_of, fill, in_use, only_once, wait_until
+from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, wait_until
 
 MB = 1_000_000
 
@@ -29,10 +29,6 @@ def within(cache: Cache, limit_bytes: int, condition: Callable[[], object], what
         return condition()
 
     wait_until(look, what)
-
-
-def evicted(cache: Cache) -> int:
-    return cache.status().evicted_samples
 
 
 @pytest.mark.e2e
@@ -49,46 +45,6 @@ def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
                 "what was evicted is fetched again",
             )
             assert only_once(cache) == source.keys()
-
-
-@pytest.mark.e2e
-def test_eviction_none_fills_once(tmp_path: Path, cache: Cache) -> None:
-    with (
-        Cache(cache.path, 2 * MB, eviction="none") as same,
-        cs.start_worker(same, Numbers(400, nbytes=10_000), num_workers=1),
-    ):
-        within(cache, 2 * MB, lambda: cache.fill_state() == "full", "it is full")
-    assert evicted(cache) == 0
-    assert only_once(cache)
-
-
-@pytest.mark.e2e
-def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) -> None:
-    source = Numbers(600, nbytes=10_000)
-    newest_first = Cache(cache.path, 3 * MB, eviction=lambda rows: sorted(rows, key=lambda row: -row.id))
-    with (
-        newest_first,
-        cs.start_worker(newest_first, source, num_workers=1, shard_size="200KB"),
-        in_use(newest_first),
-    ):
-        within(cache, 3 * MB, lambda: evicted(cache) > 50, "something was evicted")
-        with cache.catalogue.reading() as tables:
-            assert 1 in tables.shard_ids(), "the oldest stays"
-
-
-@pytest.mark.e2e
-def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache) -> None:
-    cache.size_limit = 8 * MB
-    source = Numbers(None, nbytes=20_000)
-    with cs.start_worker(cache, source, num_workers=2, shard_size="1MB"), in_use(cache):
-        within(cache, 8 * MB, lambda: evicted(cache) > 0, "it is full")
-        cache.size_limit = 2 * MB
-        assert disk_bytes(cache.path) <= 2 * MB, "lowered means evicted, also what was being written"
-        before = evicted(cache)
-        within(cache, 2 * MB, lambda: evicted(cache) > before + 300, "it goes on in smaller shards")
-        cache.size_limit = 8 * MB
-        within(cache, 8 * MB, lambda: cache.size_bytes > 5 * MB, "it grows again")
-    assert failures_of(cache) == {}
 
 
 @pytest.mark.e2e
