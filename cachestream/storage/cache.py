@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
-from cachestream.errors import CacheError
+from cachestream.errors import CacheError, CacheFullError
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.filling import Filling
 from cachestream.storage.layout import Directory, move_aside, open_directory, remove_if_there
@@ -51,7 +51,7 @@ from cachestream.storage.status import (
     read_status,
     wait_for_samples,
 )
-from cachestream.storage.tables import DOOMED
+from cachestream.storage.tables import DOOMED, REPLACED
 from cachestream.storage.view import ALL, View, make_view
 
 if TYPE_CHECKING:
@@ -295,11 +295,14 @@ class Cache:
         return self.reservations.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
-        """Evict down to the limit, as leases allow; returns the bytes freed.
+        """Evict down to the limit, as leases allow; returns the bytes freed. Replaced shards go, too.
 
         Leases and logs may use a part of their reserve over the limit without an eviction.
         """
-        return self._evict_surplus(HEADROOM_BYTES // 2)
+        freed_bytes = self._evict_surplus(HEADROOM_BYTES // 2)
+        with suppress(CacheFullError):  # the disk records no more: eviction takes them one by one, first
+            freed_bytes += self.reservations.clear_replaced()
+        return freed_bytes
 
     def _evict_surplus(self, slack_bytes: int = 0) -> int:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to it; return the bytes freed."""
@@ -338,20 +341,25 @@ class Cache:
         path = shard_path(self.path, shard_id)
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, damage = finding.partition(": ")
-        is_missing = not os.path.lexists(path)
+        # Before the row is doomed: whoever finds a doomed one removes its file, which is the evidence. And
+        # before the transaction: it may remove older files of the quarantine, which others would wait for. A
+        # process that dies in between leaves a row without a file, which the next look finds missing.
+        is_aside = False
+        with suppress(CacheError):  # the shard is damaged all the same; `clear_dead` removes the file
+            is_aside = move_aside(self.directory, path, self.size_limit)
         with self.catalogue.transaction() as tables:
-            row = tables.execute("SELECT num_samples FROM whole WHERE id = ?", (shard_id,)).fetchone()
+            question = "SELECT num_samples, state FROM whole WHERE id = ?"
+            row = tables.execute(question, (shard_id,)).fetchone()
             if row is None:
                 return  # evicted, or quarantined by another rank
             tables.doom([shard_id])
-            # In the transaction that deletes the row: an uncounted loss would not be fetched again.
-            tables.add("evicted_shards", 1)
-            tables.add("quarantined", int(not is_missing))
+            if not os.path.lexists(path):
+                tables.forget([shard_id])
+            # In the same transaction: an uncounted loss would not be fetched again. Other shards hold the
+            # samples of a replaced one.
+            tables.add("evicted_shards", int(row[1] != REPLACED))
+            tables.add("quarantined", int(is_aside))
             tables.add_failure("quarantined", damage or "damaged", row[0], where)
-            limit_bytes = tables.settings.size_limit
-        move_aside(self.directory, path, limit_bytes)
-        with self.catalogue.transaction() as tables:
-            tables.forget([shard_id])
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -392,7 +400,7 @@ class Cache:
         with locked(directory.supervisor_lock, _CLEAR_TIMEOUT_S, busy):
             self.reservations.evict(0, "fifo")
             with self.catalogue.transaction() as tables:
-                left, _, left_bytes = tables.totals()
+                left, _, left_bytes = tables.totals("whole")
                 if left:
                     raise CacheError(
                         f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in "

@@ -1,9 +1,10 @@
 """Reservations: bytes are reserved before they are written, and credited only after the unlink.
 
-The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
-file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. Reservations of a dead process are cleared by the next one that reserves. The catalogue's write
-lock decides: under it the disk is measured and the leases are read, and a lease is made.
+The transaction that reserves also picks the victims of eviction. A victim's row is doomed first, then its
+file is removed, and its bytes are credited last, with the row, so that the directory never holds more than was
+promised, wherever a process dies. Reservations of a dead process are cleared by the next one that reserves.
+The catalogue's write lock decides: under it the disk is measured and the leases are read, and a lease is
+made.
 """
 
 from __future__ import annotations
@@ -275,6 +276,26 @@ class Reservations:
                 doomed += tables.bury(abandoned)
             self._unreleased.difference_update(shard_id for shard_id, _ in abandoned)
         self._unlink(doomed)
+
+    def clear_replaced(self) -> int:
+        """Remove the replaced shards that no epoch holds; return the bytes freed.
+
+        A catalogue that is made anew from the files would have them live again.
+        """
+
+        def unleased(tables: Tables) -> IntArray:
+            replaced = np.array(sorted(tables.shard_ids(REPLACED)), np.int64)
+            return replaced[self.leases.live().holders(replaced) == 0] if len(replaced) else replaced
+
+        with self._catalogue.reading() as tables:
+            if not len(unleased(tables)):
+                return 0  # without a commit, which would keep snapshots from being reused
+        with self._catalogue.transaction() as tables:
+            going = unleased(tables)
+            freed_bytes = tables.bytes_within(np.stack([going, going], axis=1))
+            tables.doom(going.tolist())
+        self._unlink(going.tolist())
+        return freed_bytes
 
     def rank(
         self,

@@ -248,10 +248,10 @@ class Tables(ProgressTables):
 
     # --- the shards
 
-    def totals(self) -> tuple[int, int, int]:
-        """Live shards, their samples, their bytes."""
+    def totals(self, view: str = "live") -> tuple[int, int, int]:
+        """The shards in a view, their samples, their bytes."""
         row = self.execute(
-            "SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM live"
+            f"SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM {view}"
         ).fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
@@ -270,18 +270,16 @@ class Tables(ProgressTables):
         rows = self.execute("SELECT id, state, owner FROM shards WHERE state IN (?, ?)", (RESERVED, DOOMED))
         return [FileRow(*row) for row in rows.fetchall()]
 
-    def shards(self, policy: str = "fifo", *, used_only: bool = False) -> Generator[ShardRow, None, None]:
-        """Iterate over the live shards, or those that some epoch has used, in the order of an eviction
-        policy.
-
-        The first to evict comes first. SQLite sorts, so only the rows that are consumed become objects.
-        """
-        return self._scan(f"live WHERE uses > {0 if used_only else -1} ORDER BY {ORDERS[policy]}")
+    def shards(self, *, used_only: bool = False) -> Generator[ShardRow, None, None]:
+        """Iterate over the live shards, or those that some epoch has used, by id."""
+        return self._scan(f"live WHERE uses > {0 if used_only else -1} ORDER BY id")
 
     def evictable(self, policy: str, *, used_only: bool) -> Generator[ShardRow, None, None]:
         """Iterate over what may be evicted: first what is replaced (with "none", nothing else), then what is
         retiring, then the rest in the order of the policy; with `used_only`, that of it which some epoch has
         used.
+
+        SQLite sorts, so only the rows that are consumed become objects.
         """
         rest = "" if policy == "none" else f" OR uses > {0 if used_only else -1} OR state = '{RETIRING}'"
         going = f"state = '{LIVE}', state = '{RETIRING}'"
@@ -307,8 +305,8 @@ class Tables(ProgressTables):
         return {row[0] for row in self.execute(f"SELECT id FROM {where}", states).fetchall()}
 
     def bytes_within(self, ranges: IntArray) -> int:
-        """Bytes of the live shards in `ranges` `[n, 2]` of ids (first, last), which are disjoint."""
-        question = "SELECT coalesce(sum(size_bytes), 0) FROM live WHERE id BETWEEN ? AND ?"
+        """Bytes of the shards in `ranges` `[n, 2]` of ids (first, last), which are disjoint."""
+        question = "SELECT coalesce(sum(size_bytes), 0) FROM whole WHERE id BETWEEN ? AND ?"
         return sum(int(self.execute(question, pair).fetchone()[0]) for pair in ranges.tolist())
 
     def mark_used(self, ranges: IntArray, times: int = 1) -> None:
@@ -381,11 +379,13 @@ class Tables(ProgressTables):
         return None if text is None else Schema.from_json(text)
 
     def shapes(self, ranges: IntArray | None = None) -> list[tuple[tuple[int, ...] | None, ...]]:
-        """The different shapes of the fields in the shards of `ranges` `[n, 2]` of ids (None: in all)."""
-        pairs = [[0, 2**62]] if ranges is None else ranges.tolist()
+        """The different shapes of the fields in the shards of `ranges` `[n, 2]` of ids, replaced or not; in
+        all live ones without `ranges`.
+        """
+        view, pairs = ("live", [[0, 2**62]]) if ranges is None else ("whole", ranges.tolist())
         found: set[str] = set()
         for pair in pairs:
-            rows = self.execute("SELECT DISTINCT shapes FROM live WHERE id BETWEEN ? AND ?", pair)
+            rows = self.execute(f"SELECT DISTINCT shapes FROM {view} WHERE id BETWEEN ? AND ?", pair)
             found.update(text for (text,) in rows.fetchall())
         return [tuple(None if one is None else tuple(one) for one in json.loads(text)) for text in found]
 
