@@ -177,6 +177,13 @@ class Reservations:
             text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
         return text
 
+    def missing_bytes(self, sizes: Iterable[int]) -> int:
+        """The bytes that files of `sizes` need besides what is free, replaced, or being removed."""
+        usage = self.measure()
+        with self._catalogue.reading() as tables:
+            there = room_in(tables, usage).free_bytes + tables.bytes_in(REPLACED, DOOMED)
+        return sum(map(self.footprint, sizes)) - there
+
     # --- reserving and evicting
 
     def reserve(
