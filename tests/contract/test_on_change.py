@@ -9,6 +9,7 @@ import signal
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,16 +197,19 @@ def test_a_worker_that_is_killed_goes_on_replacing_where_it_was(cache: cs.Cache,
     assert values(cache) == NEW
 
 
-def test_a_lost_catalogue_brings_no_outdated_sample_back(cache: cs.Cache) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_lost_catalogue_brings_no_outdated_sample_back(cache: cs.Cache, is_held: bool) -> None:
     fill(cache, plus(0), NUM, shard_size="20KB")
-    fill(cache, plus(100), NUM, shard_size="20KB")
-    assert values(cache) == NEW
-    cache.close()
-    os.unlink(os.path.join(cache.path, "catalogue.sqlite"))
-    with cs.Cache(cache.path) as again:
-        fill(again, plus(100), NUM, shard_size="20KB")
-        assert values(again) == NEW
-        assert again.status().outdated_samples == 0
+    with cache.snapshot() if is_held else nullcontext():  # an epoch, which keeps the old shards there
+        fill(cache, plus(100), NUM, shard_size="20KB")
+        assert values(cache) == NEW
+        cache.close()
+        os.unlink(os.path.join(cache.path, "catalogue.sqlite"))
+        with cs.Cache(cache.path) as again:
+            assert again.num_samples == (2 * NUM if is_held else NUM)
+            fill(again, plus(100), NUM, shard_size="20KB")
+            assert values(again) == NEW
+            assert again.status().outdated_samples == 0
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,12 @@ FAULTS: Final = (
     Fault("a sample that was replaced does not come back with a lost catalogue",
           function("Planner.outdated_twice"), returns_at_once("[]"),
           "test_on_change.py::test_a_lost_catalogue_brings_no_outdated_sample_back"),
+    Fault("a replaced shard that no epoch holds is removed",
+          function("Reservations.clear_replaced"), returns_at_once("0"),
+          "test_on_change.py::test_a_lost_catalogue_brings_no_outdated_sample_back"),
+    Fault("a unit of which a transform leaves nothing leaves the cache",
+          condition("Planner.replaced_by", "failures"), becomes("True"),
+          "test_on_change.py::test_samples_that_the_new_transform_leaves_out_go_and_those_that_it_cannot_make_stay"),
     # --- the way to the remote
     Fault("a part that was not asked for is refused",
           condition("_told", "fits"), becomes("False"),

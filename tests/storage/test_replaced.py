@@ -12,8 +12,8 @@ import pytest
 
 from cachestream.errors import CacheError
 from cachestream.schema import Split
-from cachestream.storage import cache as cache_module
 from cachestream.storage.cache import Cache
+from cachestream.storage.layout import move_aside
 from cachestream.storage.leases import Lease
 from cachestream.storage.publish import Progress, Publisher
 from cachestream.storage.settings import choose_split
@@ -121,13 +121,13 @@ def test_a_damaged_one_is_no_loss_that_another_pass_is_to_fetch(filled: Cache) -
 def test_the_file_of_a_damaged_shard_is_kept_although_others_clear_up_meanwhile(
     filled: Cache, make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, move_aside = make_cache(), cache_module.move_aside
+    other = make_cache()
 
     def after_a_look_of_another(*args: Any) -> bool:
         other.recover()
         return move_aside(*args)
 
-    monkeypatch.setattr(cache_module, "move_aside", after_a_look_of_another)
+    monkeypatch.setattr("cachestream.storage.cache.move_aside", after_a_look_of_another)
     filled.quarantine(2, "x: broken")
     assert os.listdir(filled.directory.quarantine) == ["000000000002.safetensors"]
     assert other.status().quarantined == 1
