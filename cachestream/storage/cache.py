@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
-from cachestream.errors import CacheError, CacheFullError
+from cachestream.errors import CacheError
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.filling import Filling
 from cachestream.storage.layout import Directory, move_aside, open_directory, remove_if_there
@@ -33,7 +33,7 @@ from cachestream.storage.recovery import (
     seal_catalogue,
     verify,
 )
-from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, room_in
+from cachestream.storage.reservations import HEADROOM_BYTES, Owner, Reservations, room_in
 from cachestream.storage.settings import (
     change_settings,
     choose_split,
@@ -299,10 +299,7 @@ class Cache:
 
         Leases and logs may use a part of their reserve over the limit without an eviction.
         """
-        freed_bytes = self._evict_surplus(HEADROOM_BYTES // 2)
-        with suppress(CacheFullError):  # the disk records no more: eviction takes them one by one, first
-            freed_bytes += self.reservations.clear_replaced()
-        return freed_bytes
+        return self.reservations.clear_replaced() + self._evict_surplus(HEADROOM_BYTES // 2)
 
     def _evict_surplus(self, slack_bytes: int = 0) -> int:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to it; return the bytes freed."""
@@ -341,25 +338,25 @@ class Cache:
         path = shard_path(self.path, shard_id)
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, damage = finding.partition(": ")
-        # Before the row is doomed: whoever finds a doomed one removes its file, which is the evidence. And
-        # before the transaction: it may remove older files of the quarantine, which others would wait for. A
-        # process that dies in between leaves a row without a file, which the next look finds missing.
-        is_aside = False
-        with suppress(CacheError):  # the shard is damaged all the same; `clear_dead` removes the file
-            is_aside = move_aside(self.directory, path, self.size_limit)
-        with self.catalogue.transaction() as tables:
-            question = "SELECT num_samples, state FROM whole WHERE id = ?"
-            row = tables.execute(question, (shard_id,)).fetchone()
-            if row is None:
-                return  # evicted, or quarantined by another rank
-            tables.doom([shard_id])
-            if not os.path.lexists(path):
+        is_missing = not os.path.lexists(path)
+        # The file is moved when the row is doomed for good: a live row has its file wherever this process dies.
+        # Until then the row has an owner: of others, whoever finds one removes the file, which is the evidence.
+        with Owner.temporary(self.directory, "quarantine") as owner:
+            with self.catalogue.transaction() as tables:
+                question = "SELECT num_samples, state FROM whole WHERE id = ?"
+                row = tables.execute(question, (shard_id,)).fetchone()
+                if row is None:
+                    return  # evicted, or quarantined by another rank
+                tables.doom([shard_id], owner.name)
+                # In the same transaction: an uncounted loss would not be fetched again. Other shards hold the
+                # samples of a replaced one.
+                tables.add("evicted_shards", int(row[1] != REPLACED))
+                tables.add("quarantined", int(not is_missing))
+                tables.add_failure("quarantined", damage or "damaged", row[0], where)
+                limit_bytes = tables.settings.size_limit
+            move_aside(self.directory, path, limit_bytes)
+            with self.catalogue.transaction() as tables:
                 tables.forget([shard_id])
-            # In the same transaction: an uncounted loss would not be fetched again. Other shards hold the
-            # samples of a replaced one.
-            tables.add("evicted_shards", int(row[1] != REPLACED))
-            tables.add("quarantined", int(is_aside))
-            tables.add_failure("quarantined", damage or "damaged", row[0], where)
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None

@@ -225,9 +225,8 @@ def free_bytes(root: str) -> int:
     return info.f_bavail * info.f_frsize
 
 
-def move_aside(directory: Directory, path: str, limit_bytes: int) -> bool:
-    """Move the shard file `path` into the quarantine, or remove it if there is no room; False if it is not
-    there.
+def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
+    """Move the shard file `path`, if it exists, into the quarantine, or remove it if there is no room.
 
     The newest few are kept, up to a share of `limit_bytes`.
     """
@@ -240,7 +239,7 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> bool:
                 remove_if_there(aside)
                 move(path, aside)
         except FileNotFoundError:
-            return False
+            return
         total_bytes = 0
         newest_first = sorted(os.listdir(directory.quarantine), reverse=True)
         for number, name in enumerate(newest_first):
@@ -248,4 +247,3 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> bool:
             total_bytes += size_of_file(quarantined)
             if number >= _MAX_QUARANTINED or total_bytes > limit_bytes // _QUARANTINE_DIVISOR:
                 remove_if_there(quarantined)
-    return True

@@ -8,9 +8,9 @@ file is gone:
         └────────────────────────────bury───────────────────┘
 
 A reserved row is a file that its owner may be writing; what a dead owner leaves is buried by whoever finds
-it. A doomed one is a file that whoever finds it removes. A retiring shard is cached like a live one, but
-joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is cached for the
-epochs that lease it, and otherwise only takes space.
+it. A doomed one is a file that whoever finds it removes, unless its owner does. A retiring shard is cached like a live one, but
+joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is there for the
+epochs that lease it, and removed after the last of them.
 """
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
@@ -64,7 +64,7 @@ _MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A shard that is being written (reserved), by `owner`, or removed (doomed)."""
+    """A shard that is being written (reserved) or removed (doomed) by `owner`; "" is anybody."""
 
     id: int
     state: str
@@ -221,11 +221,13 @@ class Tables(ProgressTables):
         """Have all retiring shards be live again."""
         self.execute("UPDATE shards SET state = ? WHERE state = ?", (LIVE, RETIRING))
 
-    def doom(self, shard_ids: Iterable[int]) -> None:
-        """Take shards out of the cache; their rows are to be forgotten when their files are removed."""
+    def doom(self, shard_ids: Iterable[int], owner: str = "") -> None:
+        """Take shards out of the cache; their rows are to be forgotten when their files are gone: by `owner`,
+        and by anybody without one, or when it has ended.
+        """
         self.executemany(
-            "UPDATE shards SET state = ? WHERE id = ? AND state IN (?, ?, ?)",
-            [(DOOMED, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
+            "UPDATE shards SET state = ?, owner = ? WHERE id = ? AND state IN (?, ?, ?)",
+            [(DOOMED, owner, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
         )
 
     def bury(self, reserved: Iterable[tuple[int, str]]) -> list[int]:
@@ -275,15 +277,13 @@ class Tables(ProgressTables):
         return self._scan(f"live WHERE uses > {0 if used_only else -1} ORDER BY id")
 
     def evictable(self, policy: str, *, used_only: bool) -> Generator[ShardRow, None, None]:
-        """Iterate over what may be evicted: first what is replaced (with "none", nothing else), then what is
-        retiring, then the rest in the order of the policy; with `used_only`, that of it which some epoch has
-        used.
+        """Iterate over what may be evicted: first what is retiring, then the rest in the order of the policy;
+        with `used_only`, that of it which some epoch has used.
 
         SQLite sorts, so only the rows that are consumed become objects.
         """
-        rest = "" if policy == "none" else f" OR uses > {0 if used_only else -1} OR state = '{RETIRING}'"
-        going = f"state = '{LIVE}', state = '{RETIRING}'"
-        return self._scan(f"whole WHERE state = '{REPLACED}'{rest} ORDER BY {going}, {ORDERS[policy]}")
+        some = f"uses > {0 if used_only else -1} OR state = '{RETIRING}'"
+        return self._scan(f"live WHERE {some} ORDER BY state = '{LIVE}', {ORDERS[policy]}")
 
     def _scan(self, rows: str) -> Generator[ShardRow, None, None]:
         self.scans.append(self.execute(f"SELECT id, size_bytes, num_samples, uses, last_used FROM {rows}"))
