@@ -123,9 +123,9 @@ def test_the_file_of_a_damaged_shard_is_kept_although_others_clear_up_meanwhile(
 ) -> None:
     other = make_cache()
 
-    def after_a_look_of_another(*args: Any) -> bool:
+    def after_a_look_of_another(*args: Any) -> None:
         other.recover()
-        return move_aside(*args)
+        move_aside(*args)
 
     monkeypatch.setattr("cachestream.storage.cache.move_aside", after_a_look_of_another)
     filled.quarantine(2, "x: broken")
