@@ -289,7 +289,7 @@ class Planner:
 
         A transform may drop all samples of a unit. Nothing is replaced by samples that were only skipped.
         """
-        if self.outdated is None or not (publication.shards or not publication.failures):
+        if self.outdated is None or (publication.failures and not publication.shards):
             return []
         assert self.plan is not None
         pieces = pieces_of(span_array(publication.spans))
