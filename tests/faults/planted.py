@@ -105,7 +105,7 @@ FAULTS: Final = (
           function("bytes_to_retire"), returns_at_once("0"),
           "test_p10_fetched_is_trained_on.py::test_a_full_cache_rests_until_an_epoch_uses_it_and_then_replaces_what_the_next_one_leaves"),
     Fault("an epoch leases all its shards",
-          call("_leased", "ranges_of"), argument(1, "chosen[:-1]"),
+          call("_leased", "ranges"), argument(0, "chosen[:-1]"),
           "test_p05_leases.py::test_no_shard_of_a_snapshot_is_evicted_while_it_is_open_and_all_are_when_it_is_closed"),
     Fault("a dataset in another process holds its lease",
           call("EpochDataset.__setstate__", "join_lease"), becomes("None"),
