@@ -33,7 +33,7 @@ from cachestream.storage.recovery import (
     seal_catalogue,
     verify,
 )
-from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, room_in
+from cachestream.storage.reservations import HEADROOM_BYTES, Owner, Reservations, room_in
 from cachestream.storage.settings import (
     change_settings,
     choose_split,
@@ -51,7 +51,7 @@ from cachestream.storage.status import (
     read_status,
     wait_for_samples,
 )
-from cachestream.storage.tables import DOOMED
+from cachestream.storage.tables import DOOMED, REPLACED
 from cachestream.storage.view import ALL, View, make_view
 
 if TYPE_CHECKING:
@@ -295,11 +295,11 @@ class Cache:
         return self.reservations.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
-        """Evict down to the limit, as leases allow; returns the bytes freed.
+        """Evict down to the limit, as leases allow; returns the bytes freed. Replaced shards go, too.
 
         Leases and logs may use a part of their reserve over the limit without an eviction.
         """
-        return self._evict_surplus(HEADROOM_BYTES // 2)
+        return self.reservations.clear_replaced() + self._evict_surplus(HEADROOM_BYTES // 2)
 
     def _evict_surplus(self, slack_bytes: int = 0) -> int:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to it; return the bytes freed."""
@@ -339,19 +339,24 @@ class Cache:
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, damage = finding.partition(": ")
         is_missing = not os.path.lexists(path)
-        with self.catalogue.transaction() as tables:
-            row = tables.execute("SELECT num_samples FROM whole WHERE id = ?", (shard_id,)).fetchone()
-            if row is None:
-                return  # evicted, or quarantined by another rank
-            tables.doom([shard_id])
-            # In the transaction that deletes the row: an uncounted loss would not be fetched again.
-            tables.add("evicted_shards", 1)
-            tables.add("quarantined", int(not is_missing))
-            tables.add_failure("quarantined", damage or "damaged", row[0], where)
-            limit_bytes = tables.settings.size_limit
-        move_aside(self.directory, path, limit_bytes)
-        with self.catalogue.transaction() as tables:
-            tables.forget([shard_id])
+        # The file is moved when the row is doomed for good: a live row has its file wherever this process dies.
+        # Until then the row has an owner: of others, whoever finds one removes the file, which is the evidence.
+        with Owner.temporary(self.directory, "quarantine") as owner:
+            with self.catalogue.transaction() as tables:
+                question = "SELECT num_samples, state FROM whole WHERE id = ?"
+                row = tables.execute(question, (shard_id,)).fetchone()
+                if row is None:
+                    return  # evicted, or quarantined by another rank
+                tables.doom([shard_id], owner.name)
+                # In the same transaction: an uncounted loss would not be fetched again. Other shards hold the
+                # samples of a replaced one.
+                tables.add("evicted_shards", int(row[1] != REPLACED))
+                tables.add("quarantined", int(not is_missing))
+                tables.add_failure("quarantined", damage or "damaged", row[0], where)
+                limit_bytes = tables.settings.size_limit
+            move_aside(self.directory, path, limit_bytes)
+            with self.catalogue.transaction() as tables:
+                tables.forget([shard_id])
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -392,7 +397,7 @@ class Cache:
         with locked(directory.supervisor_lock, _CLEAR_TIMEOUT_S, busy):
             self.reservations.evict(0, "fifo")
             with self.catalogue.transaction() as tables:
-                left, _, left_bytes = tables.totals()
+                left, _, left_bytes = tables.totals("whole")
                 if left:
                     raise CacheError(
                         f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in "

@@ -44,8 +44,8 @@ class FillState:
 
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `data` the part of it that names
-    the data, `transform` the identity of the last worker's transform. `positions_done` counts the finished
-    positions of the last pass. `is_looking` is true while the supervisor has not decided whether another pass
+    the data, `transform` the identity of the last worker's transform. `replacing` and `again` are those of
+    the last pass, see `PlannedPass`; `positions_done` counts its finished positions. `is_looking` is true while the supervisor has not decided whether another pass
     begins. `snapshots` counts the epochs that were drawn for training. `mixture` has the shares in which
     loaders draw the sources of a `mix`; empty if none did. `failures` have the most frequent first.
     """
@@ -56,6 +56,8 @@ class FillState:
     source: str | None
     data: str | None
     transform: str | None
+    replacing: str
+    again: int
     labels: LabelNames | None
     schema_json: str | None
     last_pass: PassRow | None
@@ -96,6 +98,8 @@ def fill_state(tables: Tables) -> FillState:
         source=meta.get("source"),
         data=meta.get("data"),
         transform=meta.get("transform"),
+        replacing=str(meta.get("replacing", "")),
+        again=int(meta.get("again", 0)),
         labels=None if labels is None else LabelNames(*json.loads(labels)),
         schema_json=meta.get("schema"),
         last_pass=last_pass,
@@ -128,13 +132,15 @@ class PlannedPass:
     """A pass to begin or to extend: its `plan` (JSON), and its `length` in positions (None: endless).
 
     `is_listing` while the listing may add units to it. `again`: the positions of it that come besides one for
-    each unit, to replace samples of another transform.
+    each unit, to replace samples of another transform. `replacing`: the identity of the transform that
+    replaces the samples of others in it; "" if none does.
     """
 
     plan: str
     length: int | None
     is_listing: bool
     again: int = 0
+    replacing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +251,7 @@ class Filling:
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))
             tables.set_meta("again", planned.again)
+            tables.set_meta("replacing", planned.replacing)
             tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
 
     def replace_plan(self, row: PassRow, plan: str, length: int | None, *, is_listing: bool) -> None:

@@ -174,10 +174,10 @@ class Publisher:
     ) -> None:
         """Publish `shards`, which all hold `spans` of the pass, and record `progress`, in one transaction.
 
-        They hold, with those that are live, all samples of the shards `replaces`: these join no new epoch,
-        and are evicted first.
+        They hold samples of the shards `replaces`, made anew: these join no new epoch, shard by shard, also
+        where a part of their samples is yet to be made, and are removed when no epoch holds them.
 
-        `decided`: see `Tables.admit_schema`. The reservations are cancelled after an error. Raises
+        `decided`: see `Tables._admit_schema`. The reservations are cancelled after an error. Raises
         SchemaMismatchError when the cache holds other samples.
         """
         try:

@@ -209,6 +209,8 @@ def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, Sequence[Span]]:
         return 0, []
     if tables.meta("source") is None:
         tables.set_meta("source", source)
+        if isinstance(data := fill.get("data"), str):
+            tables.set_meta("data", data)
     known = tables.pass_id(plan)
     # The position in the pass is lost: the worker begins it again and skips what is cached.
     return tables.insert_pass(plan, length, -1) if known is None else known, spans

@@ -1,9 +1,10 @@
 """Reservations: bytes are reserved before they are written, and credited only after the unlink.
 
-The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
-file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. Reservations of a dead process are cleared by the next one that reserves. The catalogue's write
-lock decides: under it the disk is measured and the leases are read, and a lease is made.
+The transaction that reserves also picks the victims of eviction. A victim's row is doomed first, then its
+file is removed, and its bytes are credited last, with the row, so that the directory never holds more than was
+promised, wherever a process dies. Reservations of a dead process are cleared by the next one that reserves.
+The catalogue's write lock decides: under it the disk is measured and the leases are read, and a lease is
+made.
 """
 
 from __future__ import annotations
@@ -176,6 +177,13 @@ class Reservations:
             text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
         return text
 
+    def missing_bytes(self, sizes: Iterable[int]) -> int:
+        """The bytes that files of `sizes` need besides what is free, replaced, or being removed."""
+        usage = self.measure()
+        with self._catalogue.reading() as tables:
+            there = room_in(tables, usage).free_bytes + tables.bytes_in(REPLACED, DOOMED)
+        return sum(map(self.footprint, sizes)) - there
+
     # --- reserving and evicting
 
     def reserve(
@@ -188,6 +196,7 @@ class Reservations:
         then writes the file, and turns the reservation into a shard or cancels it.
         """
         self.clear_dead()
+        self.clear_replaced()
         ranking: list[int] = []
         if may_evict:
             ranking = self.rank(lambda room: room.free_bytes < size_bytes, used_only=spare_unused)
@@ -236,6 +245,7 @@ class Reservations:
 
     def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None, at_most: int | None = None) -> int:
         self.clear_dead()
+        freed_bytes = self.clear_replaced()
         ranking: list[int] = []
         if policy is None:
             ranking = self.rank(
@@ -254,7 +264,7 @@ class Reservations:
             if victims:
                 tables.resume_filling()
         self._unlink([row.id for row in victims])
-        return sum(row.size_bytes for row in victims)
+        return freed_bytes + sum(row.size_bytes for row in victims)
 
     def clear_dead(self) -> None:
         """Remove the leases and reservations of dead processes, and what nobody has finished to remove."""
@@ -265,16 +275,43 @@ class Reservations:
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
             unfinished = tables.unfinished()
-        doomed = [row.id for row in unfinished if row.state == DOOMED]
-        reserved = [(row.id, row.owner) for row in unfinished if row.state == RESERVED]
         # The name of a dead owner is never used again.
-        dead = {name for _, name in reserved if not is_held(self._directory.owner_file(name))}
+        owners = {row.owner for row in unfinished}
+        dead = {name for name in owners if not name or not is_held(self._directory.owner_file(name))}
+        doomed = [row.id for row in unfinished if row.state == DOOMED and row.owner in dead]
+        reserved = [(row.id, row.owner) for row in unfinished if row.state == RESERVED]
         if abandoned := [one for one in reserved if one[1] in dead or one[0] in self._unreleased]:
             # An owner may have published its shard before it ended.
             with self._catalogue.transaction() as tables:
                 doomed += tables.bury(abandoned)
             self._unreleased.difference_update(shard_id for shard_id, _ in abandoned)
         self._unlink(doomed)
+
+    def clear_replaced(self) -> int:
+        """Remove the replaced shards that no epoch holds; return the bytes freed. It is no eviction: other
+        shards hold their samples.
+
+        A catalogue that is made anew from the files would have them live again.
+        """
+        try:
+            return self._clear_replaced()
+        except CacheFullError:
+            return self._clear_replaced(at_most=1)  # as in `evict`
+
+    def _clear_replaced(self, at_most: int | None = None) -> int:
+        def unleased(tables: Tables) -> IntArray:
+            replaced = np.array(sorted(tables.shard_ids(REPLACED)), np.int64)
+            return replaced[self.leases.live().holders(replaced) == 0] if len(replaced) else replaced
+
+        with self._catalogue.reading() as tables:
+            if not len(unleased(tables)):
+                return 0  # without a commit, which would keep snapshots from being reused
+        with self._catalogue.transaction() as tables:
+            going = unleased(tables)[:at_most]
+            freed_bytes = tables.bytes_within(np.stack([going, going], axis=1))
+            tables.doom(going.tolist())
+        self._unlink(going.tolist())
+        return freed_bytes
 
     def rank(
         self,
@@ -301,12 +338,10 @@ class Reservations:
     def _doom(self, tables: Tables, victims: list[ShardRow]) -> None:
         if not victims:
             return
-        replaced = tables.shard_ids(REPLACED)  # which are no loss
         tables.doom(row.id for row in victims)
-        lost = [row for row in victims if row.id not in replaced]
-        tables.add("evicted_shards", len(lost))
-        tables.add("evicted_samples", sum(row.num_samples for row in lost))
-        tables.add("evicted_unused_samples", sum(row.num_samples for row in lost if not row.uses))
+        tables.add("evicted_shards", len(victims))
+        tables.add("evicted_samples", sum(row.num_samples for row in victims))
+        tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
 
     def _unlink(self, doomed: list[int]) -> None:
         """Remove the files of doomed shards and of reservations, and only then their rows."""
@@ -346,7 +381,7 @@ def _victims(
     held-out samples, because a validation set must not change between epochs. Unless `spare_held_out`, these
     go last.
     """
-    if need_bytes <= 0:
+    if need_bytes <= 0 or policy == "none":
         return []
     held_out = tables.held_out_shards()
     order = "fifo" if callable(policy) else policy
@@ -357,9 +392,9 @@ def _victims(
             candidates = (row for row in unleased if row.id not in held_out)
         if callable(policy):
             by_id = {row.id: row for row in candidates}
-            going = tables.shard_ids(RETIRING, REPLACED)
-            first = [shard_id for shard_id in by_id if shard_id in going]
-            then = [shard_id for shard_id in ranking if shard_id in by_id and shard_id not in going]
+            retiring = tables.shard_ids(RETIRING)
+            first = [shard_id for shard_id in by_id if shard_id in retiring]
+            then = [shard_id for shard_id in ranking if shard_id in by_id and shard_id not in retiring]
             candidates = [by_id[shard_id] for shard_id in first + then]
         if held_out and not spare_held_out:
             candidates = sorted(candidates, key=lambda row: row.id in held_out)

@@ -27,7 +27,7 @@ from cachestream.storage.leases import Lease, ranges_of
 from cachestream.storage.reservations import room_in
 from cachestream.storage.settings import choose_split
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.storage.tables import RETIRING
+from cachestream.storage.tables import REPLACED, RETIRING
 from cachestream.storage.view import ALL, View
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class SnapshotRequest:
 class _CachedShards:
     """The cached shards, int64 arrays `[num_shards]` by ascending id.
 
-    `sizes` are all their samples, and `counts` those of the `split` that the `view` selects.
+    `sizes` are all their samples, and `counts` those of the `split` that the `view` selects. `whole` are the
+    ids of these shards and of the replaced ones.
     """
 
     ids: IntArray
@@ -72,6 +73,7 @@ class _CachedShards:
     uses: IntArray
     split: Split | None
     view: View
+    whole: IntArray
 
     @classmethod
     def of(cls, tables: Tables, split: Split | None, view: View, rows: str = "live") -> _CachedShards:
@@ -83,7 +85,14 @@ class _CachedShards:
             counts = np.maximum(view.counts(ids), 0)
         elif split is not None:
             counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
-        return cls(ids, counts, sizes, uses, split, view)
+        whole = np.union1d(ids, list(tables.shard_ids(REPLACED))).astype(np.int64)
+        return cls(ids, counts, sizes, uses, split, view, whole)
+
+    def ranges(self, chosen: IntArray) -> IntArray:
+        """The ranges `[n, 2]` of ids (first, last) of the shards at the indices `chosen`; a replaced one in
+        between, which no epoch is to hold, ends a range.
+        """
+        return ranges_of(self.whole, np.searchsorted(self.whole, self.ids[chosen]))
 
     def with_those_passed_over(self, chosen: IntArray) -> IntArray:
         """The indices `chosen`, and those of shards in which the condition selects nothing.
@@ -157,7 +166,7 @@ def restore_snapshot(
     cache: Cache, shard_ids: IntArray, counts: IntArray, split: Split | None, view: View = ALL
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards that still exist with these sample `counts`; also return the other ids."""
-    count_samples(cache, split, view)  # reads new shards, which the transaction below must not
+    count_samples(cache, split, view, "whole")  # reads new shards, which the transaction below must not
     expected = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
     with cache.catalogue.transaction() as tables:
         cached = _CachedShards.of(tables, split, view, "whole")
@@ -178,16 +187,16 @@ def _mark_used(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schem
     the fields of the view, with the cache's dtypes.
     """
     if cached.split is None or not cached.split.held_out:
-        tables.mark_used(ranges_of(cached.ids, cached.with_those_passed_over(chosen)))
+        tables.mark_used(cached.ranges(cached.with_those_passed_over(chosen)))
     assert tables.schema is not None
     # The shapes of these shards, and the dtypes of the cache: an epoch would have floats, and the next one,
     # of other shards, integers.
-    return cached.view.fields_of(tables.schema.with_shapes(tables.shapes(ranges_of(cached.ids, chosen))))
+    return cached.view.fields_of(tables.schema.with_shapes(tables.shapes(cached.ranges(chosen))))
 
 
 def _leased(cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema) -> tuple[Snapshot, Lease]:
     """Lease the `chosen` shards. Requires the catalogue's write lock."""
-    lease = cache.reservations.leases.create(ranges_of(cached.ids, chosen))
+    lease = cache.reservations.leases.create(cached.ranges(chosen))
     ids, counts = cached.ids[chosen], cached.counts[chosen]
     sizes = None if cached.counts is cached.sizes else cached.sizes[chosen]
     found = Snapshot(cache.cache_id, cache.path, lease.path, schema, ids, counts, cached.split, sizes)
@@ -278,13 +287,16 @@ def _remaining_bytes(tables: Tables) -> float:
 # --- what is held out
 
 
-def count_held_out(cache: Cache, split: Split) -> None:
-    """Count the held-out samples of shards made before the cache held any out, by reading them once."""
+def count_held_out(cache: Cache, split: Split, rows: str = "live") -> None:
+    """Count the held-out samples of shards made before the cache held any out, by reading them once.
+
+    `rows`: the view of the catalogue with these shards.
+    """
     choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
     with cache.catalogue.reading() as tables:
-        rows = tables.execute("SELECT id FROM live WHERE held_out IS NULL").fetchall()
+        ids, held_out = tables.shard_columns("id", "held_out", view=rows)
     counts: dict[int, int] = {}
-    for (shard_id,) in rows:
+    for shard_id in ids[held_out < 0].tolist():
         try:
             shard = MappedShard(shard_path(cache.path, shard_id))
             counts[shard_id] = len(Split("held-out", split.holdout).rows(shard.key_hashes()))
@@ -296,17 +308,17 @@ def count_held_out(cache: Cache, split: Split) -> None:
             tables.executemany(statement, [(count, shard_id) for shard_id, count in counts.items()])
 
 
-def count_samples(cache: Cache, split: Split | None, view: View = ALL) -> int:
-    """Count the samples of `split` (None: all) that `view` selects in published shards, each shard once, and
-    return their number.
+def count_samples(cache: Cache, split: Split | None, view: View = ALL, rows: str = "live") -> int:
+    """Count the samples of `split` (None: all) that `view` selects in the shards of the catalogue's view
+    `rows`, each shard once, and return the number of those that are live.
     """
     if view.selects:
         if split is not None:
             choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
-        return view.evaluate(cache, split)
+        return view.evaluate(cache, split, rows)
     if split is None:
         return cache.num_samples
-    count_held_out(cache, split)
+    count_held_out(cache, split, rows)
     with cache.catalogue.reading() as tables:
         held_out = tables.held_out()[0]
         return held_out if split.held_out else tables.totals()[1] - held_out

@@ -185,8 +185,8 @@ def describe_outdated(outdated: int, num_samples: int, *, is_replaced: bool = Fa
     )
     if is_replaced:
         then = (
-            "they are read anew, and each is used until a new one has taken its place (on_change='keep' "
-            "leaves them as they are)"
+            "they are read anew, shard by shard: one is used until the first new samples of its units take "
+            "its place (on_change='keep' leaves them as they are)"
         )
     return (
         "the transform has changed (its code, a value bound to it, or an option such as resize=), and "
@@ -414,7 +414,7 @@ def read_status(cache: Cache) -> CacheStatus:
         reserved_bytes = tables.bytes_in(RESERVED, DOOMED)
         held_out_samples = tables.held_out()[0]
         outdated = tables.samples_of_others(fill.transform or "")
-    state, schema, again = phase_now(fill, has_worker(directory)), fill.schema, int(meta.get("again", 0))
+    state, schema = phase_now(fill, has_worker(directory)), fill.schema
     current = fill.last_pass
     is_listing = bool(meta.get("listing", 0)) and state != "none"
     length = None if is_listing or current is None else current.length
@@ -437,7 +437,7 @@ def read_status(cache: Cache) -> CacheStatus:
         snapshots=fill.snapshots,
         schema=None if schema is None else str(schema),
         source=fill.source,
-        num_units=None if current is None or current.length is None else current.length - again,
+        num_units=None if current is None or current.length is None else current.length - fill.again,
         fill_state=state,
         fill_message=describe_loss(lost_worker(directory))
         or (fill.message if state != "stopped" else "")
@@ -456,7 +456,7 @@ def read_status(cache: Cache) -> CacheStatus:
         held_out_samples=held_out_samples,
         loaders=tuple(read_loaders(directory)),
         outdated_samples=outdated,
-        is_replacing=bool(outdated and again) and has_worker(directory),
+        is_replacing=bool(outdated) and fill.replacing == fill.transform and has_worker(directory),
     )
 
 

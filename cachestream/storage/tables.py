@@ -8,9 +8,9 @@ file is gone:
         └────────────────────────────bury───────────────────┘
 
 A reserved row is a file that its owner may be writing; what a dead owner leaves is buried by whoever finds
-it. A doomed one is a file that whoever finds it removes. A retiring shard is cached like a live one, but
-joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is cached for the
-epochs that lease it, and otherwise only takes space.
+it. A doomed one is a file that whoever finds it removes, unless its owner does. A retiring shard is cached like a live one, but
+joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is there for the
+epochs that lease it, and removed after the last of them.
 """
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
@@ -64,7 +64,7 @@ _MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A shard that is being written (reserved), by `owner`, or removed (doomed)."""
+    """A shard that is being written (reserved) or removed (doomed) by `owner`; "" is anybody."""
 
     id: int
     state: str
@@ -221,11 +221,13 @@ class Tables(ProgressTables):
         """Have all retiring shards be live again."""
         self.execute("UPDATE shards SET state = ? WHERE state = ?", (LIVE, RETIRING))
 
-    def doom(self, shard_ids: Iterable[int]) -> None:
-        """Take shards out of the cache; their rows are to be forgotten when their files are removed."""
+    def doom(self, shard_ids: Iterable[int], owner: str = "") -> None:
+        """Take shards out of the cache; their rows are to be forgotten when their files are gone: by `owner`,
+        and by anybody without one, or when it has ended.
+        """
         self.executemany(
-            "UPDATE shards SET state = ? WHERE id = ? AND state IN (?, ?, ?)",
-            [(DOOMED, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
+            "UPDATE shards SET state = ?, owner = ? WHERE id = ? AND state IN (?, ?, ?)",
+            [(DOOMED, owner, shard_id, LIVE, RETIRING, REPLACED) for shard_id in shard_ids],
         )
 
     def bury(self, reserved: Iterable[tuple[int, str]]) -> list[int]:
@@ -248,10 +250,10 @@ class Tables(ProgressTables):
 
     # --- the shards
 
-    def totals(self) -> tuple[int, int, int]:
-        """Live shards, their samples, their bytes."""
+    def totals(self, view: str = "live") -> tuple[int, int, int]:
+        """The shards in a view, their samples, their bytes."""
         row = self.execute(
-            "SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM live"
+            f"SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM {view}"
         ).fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
@@ -270,22 +272,18 @@ class Tables(ProgressTables):
         rows = self.execute("SELECT id, state, owner FROM shards WHERE state IN (?, ?)", (RESERVED, DOOMED))
         return [FileRow(*row) for row in rows.fetchall()]
 
-    def shards(self, policy: str = "fifo", *, used_only: bool = False) -> Generator[ShardRow, None, None]:
-        """Iterate over the live shards, or those that some epoch has used, in the order of an eviction
-        policy.
-
-        The first to evict comes first. SQLite sorts, so only the rows that are consumed become objects.
-        """
-        return self._scan(f"live WHERE uses > {0 if used_only else -1} ORDER BY {ORDERS[policy]}")
+    def shards(self, *, used_only: bool = False) -> Generator[ShardRow, None, None]:
+        """Iterate over the live shards, or those that some epoch has used, by id."""
+        return self._scan(f"live WHERE uses > {0 if used_only else -1} ORDER BY id")
 
     def evictable(self, policy: str, *, used_only: bool) -> Generator[ShardRow, None, None]:
-        """Iterate over what may be evicted: first what is replaced (with "none", nothing else), then what is
-        retiring, then the rest in the order of the policy; with `used_only`, that of it which some epoch has
-        used.
+        """Iterate over what may be evicted: first what is retiring, then the rest in the order of the policy;
+        with `used_only`, that of it which some epoch has used.
+
+        SQLite sorts, so only the rows that are consumed become objects.
         """
-        rest = "" if policy == "none" else f" OR uses > {0 if used_only else -1} OR state = '{RETIRING}'"
-        going = f"state = '{LIVE}', state = '{RETIRING}'"
-        return self._scan(f"whole WHERE state = '{REPLACED}'{rest} ORDER BY {going}, {ORDERS[policy]}")
+        some = f"uses > {0 if used_only else -1} OR state = '{RETIRING}'"
+        return self._scan(f"live WHERE {some} ORDER BY state = '{LIVE}', {ORDERS[policy]}")
 
     def _scan(self, rows: str) -> Generator[ShardRow, None, None]:
         self.scans.append(self.execute(f"SELECT id, size_bytes, num_samples, uses, last_used FROM {rows}"))
@@ -307,8 +305,8 @@ class Tables(ProgressTables):
         return {row[0] for row in self.execute(f"SELECT id FROM {where}", states).fetchall()}
 
     def bytes_within(self, ranges: IntArray) -> int:
-        """Bytes of the live shards in `ranges` `[n, 2]` of ids (first, last), which are disjoint."""
-        question = "SELECT coalesce(sum(size_bytes), 0) FROM live WHERE id BETWEEN ? AND ?"
+        """Bytes of the shards in `ranges` `[n, 2]` of ids (first, last), which are disjoint."""
+        question = "SELECT coalesce(sum(size_bytes), 0) FROM whole WHERE id BETWEEN ? AND ?"
         return sum(int(self.execute(question, pair).fetchone()[0]) for pair in ranges.tolist())
 
     def mark_used(self, ranges: IntArray, times: int = 1) -> None:
@@ -381,11 +379,13 @@ class Tables(ProgressTables):
         return None if text is None else Schema.from_json(text)
 
     def shapes(self, ranges: IntArray | None = None) -> list[tuple[tuple[int, ...] | None, ...]]:
-        """The different shapes of the fields in the shards of `ranges` `[n, 2]` of ids (None: in all)."""
-        pairs = [[0, 2**62]] if ranges is None else ranges.tolist()
+        """The different shapes of the fields in the shards of `ranges` `[n, 2]` of ids, replaced or not; in
+        all live ones without `ranges`.
+        """
+        view, pairs = ("live", [[0, 2**62]]) if ranges is None else ("whole", ranges.tolist())
         found: set[str] = set()
         for pair in pairs:
-            rows = self.execute("SELECT DISTINCT shapes FROM live WHERE id BETWEEN ? AND ?", pair)
+            rows = self.execute(f"SELECT DISTINCT shapes FROM {view} WHERE id BETWEEN ? AND ?", pair)
             found.update(text for (text,) in rows.fetchall())
         return [tuple(None if one is None else tuple(one) for one in json.loads(text)) for text in found]
 

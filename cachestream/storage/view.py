@@ -40,16 +40,18 @@ class View:
         """True if there is a condition."""
         return self._where is not None
 
-    def evaluate(self, cache: Cache, split: Split | None) -> int:
-        """Evaluate the condition on the shards of `cache` that are new; return the number of rows selected.
+    def evaluate(self, cache: Cache, split: Split | None, rows: str = "live") -> int:
+        """Evaluate the condition on the shards in the view `rows` of the catalogue that are new; return the
+        number of rows selected in those that are live.
 
-        Damaged shards are quarantined.
+        What is known of a replaced shard stays: an epoch of it may be restored. Damaged shards are
+        quarantined.
         """
         with cache.catalogue.reading() as tables:
-            (ids,) = tables.shard_columns("id")
-        for shard_id, error in self._remember(cache.path, ids, split):
+            (live,), (cached,) = (tables.shard_columns("id", view=one) for one in ("live", "whole"))
+        for shard_id, error in self._remember(cache.path, cached if rows == "whole" else live, split, cached):
             cache.quarantine(shard_id, str(error))  # does nothing if the shard was evicted meanwhile
-        return sum(map(len, self._rows.values()))
+        return int(np.maximum(self.counts(live), 0).sum())
 
     def counts(self, shard_ids: IntArray) -> IntArray:
         """The number of rows selected in each shard, int64 `[n]`; -1 where no condition was evaluated."""
@@ -69,7 +71,8 @@ class View:
 
     def join(self, snapshot: Snapshot, expected: int) -> Snapshot:
         """As `apply`, for another rank's snapshot, whose rows have the hash `expected`."""
-        for _, error in self._remember(snapshot.root, snapshot.shard_ids, snapshot.split):
+        ids = snapshot.shard_ids
+        for _, error in self._remember(snapshot.root, ids, snapshot.split, ids):
             raise error
         found = self.apply(snapshot)
         if hash_of(found.rows) != expected:
@@ -82,7 +85,7 @@ class View:
 
     def check(self, cache: Cache, split: Split | None, shard_ids: IntArray, hashes: IntArray) -> None:
         """Raise ConfigError if the rows of a shard are not those with these `hashes` (of `row_hashes`)."""
-        self.evaluate(cache, split)
+        self.evaluate(cache, split, "whole")
         for shard_id, expected in zip(shard_ids.tolist(), hashes.tolist(), strict=True):
             rows = self._rows.get(shard_id)
             if rows is not None and hash_of(rows) != expected:
@@ -92,13 +95,15 @@ class View:
                 )
 
     def _remember(
-        self, root: str, shard_ids: IntArray, split: Split | None
+        self, root: str, shard_ids: IntArray, split: Split | None, kept: IntArray
     ) -> list[tuple[int, CorruptShardError]]:
-        """Keep the rows of these shards only, and evaluate those that are new; return the damaged ones."""
+        """Forget the rows of all shards but `kept`, and evaluate those of `shard_ids` that are new; return
+        the damaged ones.
+        """
         if not self.selects:
             return []
         known, damaged = self._rows, []
-        self._rows = {shard_id: known[shard_id] for shard_id in shard_ids.tolist() if shard_id in known}
+        self._rows = {shard_id: known[shard_id] for shard_id in kept.tolist() if shard_id in known}
         for shard_id in shard_ids.tolist():
             if shard_id in self._rows:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,41 +24,47 @@ if TYPE_CHECKING:
     from cachestream.storage.filling import CachedSpans
 
 
-class EarlierNames:
-    """The places of names in an earlier listing; takes 16 bytes of memory for each of its names."""
+class FoundNames:
+    """Names of a listing, and their places; takes 16 bytes of memory for each name once one is looked for."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
-        self._places = np.argsort(hashes, kind="stable")
-        self._hashes = hashes[self._places]
+
+    @cached_property
+    def _index(self) -> tuple[npt.NDArray[np.uint64], IntArray]:
+        """The hashes of the names, ascending, and the places of these."""
+        hashes = np.fromiter(map(_hash, self.names), np.uint64, len(self.names))
+        places = np.argsort(hashes, kind="stable")
+        return hashes[places], places
 
     def places(self, names: list[str]) -> IntArray:
         """The place of each of `names`; -1 for a name that is missing, or is there more than once."""
+        known, places = self._index
         hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
-        first, after = (np.searchsorted(self._hashes, hashes, side) for side in ("left", "right"))
+        first, after = (np.searchsorted(known, hashes, side) for side in ("left", "right"))
         found = np.full(len(names), -1, np.int64)
         for index in np.flatnonzero(after - first == 1).tolist():
-            place = int(self._places[first[index]])
+            place = int(places[first[index]])
             if self.names[place] == names[index]:
                 found[index] = place
         return found
 
 
 class EarlierOrder:
-    """The order of a pass over an earlier listing, for the units of the listing `names`."""
+    """The order of a pass over the listing `earlier`, for the units of the listing `current`."""
 
-    def __init__(self, order: UnitOrder, earlier: EarlierNames, names: Names) -> None:
-        self._order, self._earlier, self._names = order, earlier, names
+    def __init__(self, order: UnitOrder, earlier: FoundNames, current: FoundNames) -> None:
+        self._order, self._earlier, self._current = order, earlier, current
 
     def positions(self, units: IntArray) -> IntArray:
         """The positions of `units` in that pass; -1 for units that were not part of it."""
-        return self._order.positions(self._earlier.places([self._names[unit] for unit in units.tolist()]))
+        names = [self._current.names[unit] for unit in units.tolist()]
+        return self._order.positions(self._earlier.places(names))
 
     def units(self, positions: IntArray) -> IntArray:
         """The units at `positions` of that pass; -1 for those that the listing has not."""
-        earlier = self._order.units(positions).tolist()
-        return EarlierNames(self._names).places([self._earlier.names[unit] for unit in earlier])
+        names = [self._earlier.names[unit] for unit in self._order.units(positions).tolist()]
+        return self._current.places(names)
 
 
 def _hash(name: str) -> int:
@@ -158,8 +165,9 @@ def held_elsewhere(
     if not others:
         return np.zeros(len(positions), np.bool_)
     units_of = plan.num_units, plan.listing
+    # Of a pass with a file of units, this says not which ones: it may hold any.
     if any(
-        one.is_drawn or not one.is_permutation or (one.num_units, one.listing) != units_of for one in others
+        one.has_file or not one.is_permutation or (one.num_units, one.listing) != units_of for one in others
     ):
         return np.ones(len(positions), np.bool_)
     found = Coverage({UnitOrder(one): held for one, held in others.items()})
@@ -174,7 +182,7 @@ class KnownOrders:
         self._job, self._cache = job, cache
         self._listings = Listings(cache.directory)
         self._orders: dict[PassPlan, UnitOrder] = {}
-        self._earlier_names: dict[str, EarlierNames] = {}
+        self._earlier_names: dict[str, FoundNames] = {}
 
     def of(self, plan: PassPlan) -> UnitOrder:
         order = self._orders.get(plan)
@@ -230,10 +238,11 @@ class KnownOrders:
         """The orders of the passes that tell which units they hold, by the numbers of the current pass."""
         found: dict[int, AnyOrder] = {}
         names = self._names()
+        listed = None if names is None else FoundNames(names)
         for pass_id, plan in plans.items():
             if plan.is_permutation and is_known(self._cache.directory, plan):
                 is_same = self._has_same_units(plan, current, names)
-                order = self.of(plan) if is_same else self._earlier(plan, names)
+                order = self.of(plan) if is_same else self._earlier(plan, listed)
                 if order is not None:
                     found[pass_id] = order
         return found
@@ -252,13 +261,12 @@ class KnownOrders:
             return True
         return names is not None and bool(plan.num_units) and lists_units_of(names, plan)
 
-    def _earlier(self, plan: PassPlan, names: StoredNames | None) -> EarlierOrder | None:
+    def _earlier(self, plan: PassPlan, listed: FoundNames | None) -> EarlierOrder | None:
         """The order of a pass over an earlier listing; None unless the names of both listings are known."""
-        if names is None:
+        if listed is None:
             return None
         for listing in self._listings.earlier():
             if lists_units_of(listing, plan):
-                if listing.path not in self._earlier_names:
-                    self._earlier_names[listing.path] = EarlierNames(listing)
-                return EarlierOrder(self.of(plan), self._earlier_names[listing.path], names)
+                earlier = self._earlier_names.setdefault(listing.path, FoundNames(listing))
+                return EarlierOrder(self.of(plan), earlier, listed)
         return None

@@ -47,7 +47,8 @@ class Job:
     Ray cluster does in the filling; None without one. `mix`: the integer weights of the sources of a `mix`,
     if these are fetched as loaders draw them; else empty. `transform`: see `identity_of_samples`. `weights`:
     those of the units, float64 `[num_units]`, for an order by weights. `has_names`: the units have names, all
-    of which are known by now.
+    of which are known by now. `on_change`: "replace", "keep" or "refuse", see `start_worker`. `data`: the part
+    of the fingerprint that names the data, whatever samples are made of it.
     """
 
     root: str

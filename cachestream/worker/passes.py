@@ -151,7 +151,7 @@ def _can_resume(
 
     `replaces`: samples of another transform are to be replaced, which that pass may have begun.
     """
-    began_to_replace = last.again > 0 and job.replaces and state.transform == job.transform
+    began_to_replace = job.replaces and state.replacing == state.transform == job.transform
     if (replaces and not began_to_replace) or (last.again and not job.replaces):
         return False
     if (last.growing and not job.growing) or not is_known(cache.directory, last):
@@ -226,7 +226,8 @@ def _insert_pass(
     if plan.has_file:
         _save_order(cache, plan, listed)
     # Earlier failures of units are forgotten: they would count once in each pass.
-    planned = PlannedPass(plan.to_json(), plan.length, plan.growing, plan.again)
+    replacing = job.transform if job.replaces else ""
+    planned = PlannedPass(plan.to_json(), plan.length, plan.growing, plan.again, replacing)
     cache.filling.begin_pass(planned, _UNIT_FAILURES)
 
 
@@ -239,7 +240,7 @@ def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
 
 
 def _save_order(cache: Cache, plan: PassPlan, drawn: IntArray) -> None:
-    """Write the order that was drawn, within the limit of the cache."""
+    """Write the units that were drawn, or that come first, within the limit of the cache."""
     path = order_file(cache.directory, plan)
     owner = Owner.temporary(cache.directory, "order")
     try:
@@ -247,11 +248,12 @@ def _save_order(cache: Cache, plan: PassPlan, drawn: IntArray) -> None:
         reserved = cache.reservations.reserve(size_bytes, owner.name, spare_unused=False)
         if reserved is None:
             raise CacheFullError(
-                f"no space for the order of {len(drawn)} units: {cache.reservations.shortage(size_bytes)}"
+                f"no space for the list of {len(drawn)} units of the pass: "
+                f"{cache.reservations.shortage(size_bytes)}"
             )
         try:
             with (
-                translated_disk_errors(path, "saving what the sampler drew"),
+                translated_disk_errors(path, "saving the order of its units"),
                 open(path + ".new", "wb", opener=open_private) as file,
             ):
                 np.save(file, drawn)

@@ -237,7 +237,7 @@ class Planner:
         if not before:
             return self._next.units(taken)
         if not self._again.has(positions[~is_next]).all():
-            # They were handed out before: by another supervisor, or by a group of caches.
+            # They were handed out before, to a process that has ended, or a group of caches decided on them.
             waiting = chain.from_iterable(range(start, stop) for start, _, stop in self._queue.waiting)
             planned = chain(positions[~is_next].tolist(), islice(waiting, _SEGMENT))
             self._again = self._planned(np.unique(np.fromiter(planned, np.int64)))
@@ -285,8 +285,11 @@ class Planner:
     # --- replacing
 
     def replaced_by(self, publication: Publication) -> list[int]:
-        """The outdated shards whose samples are made anew by those of `publication`."""
-        if self.outdated is None or not publication.shards:
+        """The outdated shards whose samples are made anew by those of `publication`.
+
+        A transform may drop all samples of a unit. Nothing is replaced by samples that were only skipped.
+        """
+        if self.outdated is None or (publication.failures and not publication.shards):
             return []
         assert self.plan is not None
         pieces = pieces_of(span_array(publication.spans))

@@ -100,7 +100,7 @@ class Requests:
         self.schema: Schema | None = cache.schema
         self.status = self._read_status()
         self._planner.begin()
-        self._retire(self._planner.outdated_twice())
+        self._replace(self._planner.outdated_twice())
         self._misfits = 0
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class Requests:
             one = self._waiting[0]
             try:
                 reserved = self._reserve(one.process, one.sizes, may_evict)
-                if reserved is None and self._retire(self._planner.outdated_in_hand(sum(one.sizes))):
+                if reserved is None and self._make_room(one):
                     reserved = self._reserve(one.process, one.sizes, may_evict)
             except CacheError as error:
                 self._waiting.popleft()
@@ -321,7 +321,18 @@ class Requests:
             self._pause_s = _SPACE_WAITS_S[0]
             one.channel.answer(one.number, reserved)
 
-    def _retire(self, shard_ids: Sequence[int]) -> bool:
+    def _make_room(self, wanted: _SpaceRequest) -> bool:
+        """Take the fewest outdated shards out of the cache that make room for what is `wanted`, with those
+        that were taken before and that epochs still hold; True if there are any.
+        """
+        try:
+            missing_bytes = self._cache.reservations.missing_bytes(wanted.sizes)
+            return self._replace(self._planner.outdated_in_hand(missing_bytes))
+        except _PASSING as error:
+            self._show_refusal(wanted.process, str(error))
+            return False
+
+    def _replace(self, shard_ids: Sequence[int]) -> bool:
         """Take outdated shards out of the cache, whose samples are made anew; True if there are any."""
         if shard_ids:
             self._publisher.commit((), 0, (), Progress(), replaces=shard_ids)

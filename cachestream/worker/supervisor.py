@@ -159,7 +159,8 @@ class Supervisor:
         self._lister.begin()
         if self._sharing is not None:
             self._sharing.begin(now_s)
-        self._begin_sampling(now_s)
+        self._samplers.begin(now_s)
+        self._start_due(now_s)
 
     def _begin_sampling(self, now_s: float) -> None:
         self._requests.begin()

@@ -262,8 +262,8 @@ def start_worker(
         share_required: raise SourceUnavailableError where no Ray cluster answers, and read nothing while it is
             away later. Else a warning says so, and each cache reads all of the remote.
         on_change: what becomes of cached samples that another `transform` has made, or other options of the source
-            that make samples (`resize=`, `crop=`, `fields=`). "replace": their units are read anew, shard by
-            shard, and each sample is used until the new one takes its place; "keep": they stay until they are
+            that make samples (`resize=`, `crop=`, `fields=`). "replace": their units are read anew, and
+            shard by shard the old ones go as new samples of their units come; "keep": they stay until they are
             evicted; "refuse": ConfigError. A running worker goes on with its own transform. The caches of a
             group (`share=`) keep theirs.
 
@@ -419,7 +419,7 @@ def _difference(cache: Cache, job: Job) -> str:
     state = cache.filling.state()
     row = state.last_pass
     share = None if row is None else PassPlan.from_json(row.plan).partition
-    if state.source not in (None, job.fingerprint):
+    if state.source not in (None, job.fingerprint) and state.data != job.data:
         return (
             f"a worker is filling {cache.path} from another source ({state.source}, not {job.fingerprint}); "
             "use another cache directory, or stop it and clear the cache"

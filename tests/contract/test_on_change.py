@@ -9,6 +9,7 @@ import signal
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,35 @@ def fill(cache: cs.Cache, transform: Any, num: int = 20, **options: Any) -> None
         assert worker.wait(DEADLINE_S)
 
 
-def plus(k: int, seconds: float = 0.0) -> Callable[[Any], Any]:
+class Gate:
+    """Lets samples through a transform one by one, in whatever process: as many as a test allows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._allowed, self._asked = str(folder / "allowed"), str(folder / "asked")
+        for path in (self._allowed, self._asked):
+            open(path, "xb").close()
+
+    def allow(self, num: int) -> None:
+        with open(self._allowed, "ab") as file:
+            file.write(bytes(num))
+
+    def wait(self) -> None:
+        with open(self._asked, "ab", buffering=0) as file:
+            file.write(b"1")
+            place = file.tell()
+        while os.path.getsize(self._allowed) < place:
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+def plus(k: int, gate: Gate | None = None) -> Callable[[Any], Any]:
     def transform(sample: Any) -> Any:
-        time.sleep(seconds)
+        if gate is not None:
+            gate.wait()
         return {"x": sample["x"] + k}
 
     return transform
@@ -67,12 +94,13 @@ NUM = 120
 OLD, NEW = ({str(i): [(i + k) % 256] for i in range(NUM)} for k in (0, 100))
 
 
-def watch(cache: cs.Cache, worker: cs.Worker, least: int = 0) -> list[dict[str, list[int]]]:
+def watch(cache: cs.Cache, worker: cs.Worker, gate: Gate, least: int = 0) -> list[dict[str, list[int]]]:
     """Epochs while the worker replaces samples; no sample may be in one in two versions."""
     epochs = []
     deadline_s = time.monotonic() + DEADLINE_S
     while cache.status().outdated_samples > least:
         assert time.monotonic() < deadline_s
+        gate.allow(5)
         assert worker.is_alive()
         epochs.append(values(cache))
         for key, found in epochs[-1].items():
@@ -84,18 +112,19 @@ def watch(cache: cs.Cache, worker: cs.Worker, least: int = 0) -> list[dict[str, 
     "shard_size", ["1KB", "30KB", "1MB"], ids=["one a shard", "some a shard", "all in one"]
 )
 def test_samples_of_another_transform_are_replaced_and_never_in_an_epoch_in_two_versions(
-    cache: cs.Cache, warned: Callable[[], list[str]], shard_size: str
+    cache: cs.Cache, warned: Callable[[], list[str]], gate: Gate, shard_size: str
 ) -> None:
     fill(cache, plus(0), NUM, shard_size=shard_size)
     source = [{"x": np.full(1000, i, np.uint8)} for i in range(NUM)]
     options: dict[str, Any] = {"num_workers": 2, "shard_size": shard_size, "concurrency": 2}
-    with cs.start_worker(cache, source, transform=plus(100, 0.01), **options) as worker:
+    with cs.start_worker(cache, source, transform=plus(100, gate), **options) as worker:
         (warning,) = warned()
         assert f"{NUM} of the {NUM} cached samples were made by another one; they are read anew" in warning
         status = cache.status()
         assert not status.outdated_samples or status.is_replacing
         assert status.num_units == NUM
-        epochs = watch(cache, worker)
+        epochs = watch(cache, worker, gate)
+        gate.allow(NUM)
         assert worker.wait(DEADLINE_S)
         assert values(cache) == NEW
         assert cache.num_samples == NUM
@@ -108,7 +137,7 @@ def test_samples_of_another_transform_are_replaced_and_never_in_an_epoch_in_two_
 
 
 def test_a_sample_that_is_read_anew_is_read_once_and_what_was_never_read_comes_after(
-    cache: cs.Cache, tmp_path: Path
+    cache: cs.Cache, tmp_path: Path, gate: Gate
 ) -> None:
     read = tmp_path / "read"
 
@@ -129,8 +158,9 @@ def test_a_sample_that_is_read_anew_is_read_once_and_what_was_never_read_comes_a
         return Noted()
 
     with cs.start_worker(
-        cache, source_of("1"), num_workers=1, transform=plus(0, 0.01), shard_size="20KB"
+        cache, source_of("1"), num_workers=1, transform=plus(0, gate), shard_size="20KB"
     ) as worker:
+        gate.allow(60)
         cache.wait(60, timeout_s=DEADLINE_S)
         worker.stop()
     old = set(values(cache))
@@ -147,41 +177,45 @@ def test_a_sample_that_is_read_anew_is_read_once_and_what_was_never_read_comes_a
     assert values(cache) == NEW
 
 
-def test_a_worker_that_is_killed_goes_on_replacing_where_it_was(cache: cs.Cache) -> None:
+def test_a_worker_that_is_killed_goes_on_replacing_where_it_was(cache: cs.Cache, gate: Gate) -> None:
     fill(cache, plus(0), NUM, shard_size="20KB")
     source = [{"x": np.full(1000, i, np.uint8)} for i in range(NUM)]
     for least in (80, 0):
         with cs.start_worker(
-            cache, source, num_workers=1, concurrency=1, transform=plus(100, 0.01), shard_size="20KB"
+            cache, source, num_workers=1, concurrency=1, transform=plus(100, gate), shard_size="20KB"
         ) as worker:
-            watch(cache, worker, least)
+            watch(cache, worker, gate, least)
             status = cache.status().worker
             if least:
                 assert status is not None, "it is still at work"
                 os.kill(status.pid, signal.SIGKILL)
                 worker.stop()  # nobody is to replace it here
             else:
+                gate.allow(NUM)
                 assert worker.wait(DEADLINE_S)
         assert all(found in (OLD[key], NEW[key]) for key, found in values(cache).items())
     assert values(cache) == NEW
 
 
-def test_a_lost_catalogue_brings_no_outdated_sample_back(cache: cs.Cache) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_lost_catalogue_brings_no_outdated_sample_back(cache: cs.Cache, is_held: bool) -> None:
     fill(cache, plus(0), NUM, shard_size="20KB")
-    fill(cache, plus(100), NUM, shard_size="20KB")
-    assert values(cache) == NEW
-    cache.close()
-    os.unlink(os.path.join(cache.path, "catalogue.sqlite"))
-    with cs.Cache(cache.path) as again:
-        fill(again, plus(100), NUM, shard_size="20KB")
-        assert values(again) == NEW
-        assert again.status().outdated_samples == 0
+    with cache.snapshot() if is_held else nullcontext():  # an epoch, which keeps the old shards there
+        fill(cache, plus(100), NUM, shard_size="20KB")
+        assert values(cache) == NEW
+        cache.close()
+        os.unlink(os.path.join(cache.path, "catalogue.sqlite"))
+        with cs.Cache(cache.path) as again:
+            assert again.num_samples == (2 * NUM if is_held else NUM)
+            fill(again, plus(100), NUM, shard_size="20KB")
+            assert values(again) == NEW
+            assert again.status().outdated_samples == 0
 
 
 @pytest.mark.parametrize(
     ("when_full", "is_used"), [("evict", False), ("wait", True)], ids=["nobody trained on", "trained on"]
 )
-def test_a_full_cache_is_replaced_too(tmp_path: Path, when_full: str, is_used: bool) -> None:
+def test_a_full_cache_is_replaced_too(tmp_path: Path, gate: Gate, when_full: str, is_used: bool) -> None:
     source = [{"x": np.full(100_000, i, np.uint8)} for i in range(NUM)]
     options: dict[str, Any] = {
         "num_workers": 1,
@@ -196,19 +230,20 @@ def test_a_full_cache_is_replaced_too(tmp_path: Path, when_full: str, is_used: b
         assert before < NUM
         if is_used:
             cache.snapshot().close()
-        with cs.start_worker(cache, source, transform=plus(100, 0.002), **options) as worker:
-            epochs = watch(cache, worker) if is_used else []
+        with cs.start_worker(cache, source, transform=plus(100, gate), **options) as worker:
+            epochs = watch(cache, worker, gate) if is_used else []
             deadline_s = time.monotonic() + DEADLINE_S
             while cache.status().outdated_samples:  # without an epoch, by which the cache would be used
                 assert time.monotonic() < deadline_s
                 assert worker.is_alive()
-                time.sleep(0.05)
+                gate.allow(5)
+                time.sleep(0.02)
             assert cache.num_samples > before * 0.6
         assert min(map(len, epochs), default=before) > before * 0.6
         assert all(found == NEW[key] for key, found in values(cache).items())
 
 
-def test_units_of_many_samples_are_replaced_as_they_come(cache: cs.Cache, tmp_path: Path) -> None:
+def test_units_of_many_samples_are_replaced_as_they_come(cache: cs.Cache, tmp_path: Path, gate: Gate) -> None:
     for number in range(4):
         with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
             for place in range(30):
@@ -223,10 +258,11 @@ def test_units_of_many_samples_are_replaced_as_they_come(cache: cs.Cache, tmp_pa
         return cs.open_source(str(tmp_path / "{0..3}.tar"))
 
     def transform(k: int) -> Any:
-        slow = plus(k, 0.005)
-        return lambda sample: slow({"x": sample["x.npy"]})
+        made = plus(k, gate)
+        return lambda sample: made({"x": sample["x.npy"]})
 
     options: dict[str, Any] = {"num_workers": 1, "shard_size": "15KB"}
+    gate.allow(NUM)
     with cs.start_worker(cache, source(), transform=transform(0), **options) as worker:
         assert worker.wait(DEADLINE_S)
     assert cache.num_samples == NUM
@@ -234,9 +270,11 @@ def test_units_of_many_samples_are_replaced_as_they_come(cache: cs.Cache, tmp_pa
         deadline_s = time.monotonic() + DEADLINE_S
         while cache.status().outdated_samples:
             assert time.monotonic() < deadline_s
+            gate.allow(5)
             assert cache.num_samples > NUM - 60, "a part of a unit takes the place of that part"
             found = values(cache)
             assert all(len(one) == 1 for one in found.values())
+        gate.allow(NUM)
         assert worker.wait(DEADLINE_S)
     assert sorted(one for (one,) in values(cache).values()) == sorted((i + 100) % 256 for i in range(NUM))
 
@@ -259,18 +297,19 @@ def test_samples_are_kept_or_refused_if_that_is_asked_for(
 
 
 def test_who_attaches_to_a_worker_of_another_transform_replaces_nothing(
-    cache: cs.Cache, warned: Callable[[], list[str]]
+    cache: cs.Cache, warned: Callable[[], list[str]], gate: Gate
 ) -> None:
     fill(cache, plus(0), NUM, shard_size="20KB")
     source = [{"x": np.full(1000, i, np.uint8)} for i in range(NUM)]
     options: dict[str, Any] = {"num_workers": 1, "concurrency": 1, "shard_size": "20KB"}
-    with cs.start_worker(cache, source, transform=plus(100, 0.005), **options) as worker:
+    with cs.start_worker(cache, source, transform=plus(100, gate), **options) as worker:
         with cs.start_worker(cache, source, transform=plus(7), **options) as other:
             assert other.attached
             assert any("goes on with the one before" in warning for warning in warned())
             with pytest.raises(cs.ConfigError, match="on_change='refuse'"):
                 cs.start_worker(cache, source, transform=plus(7), on_change="refuse")
-            watch(cache, worker)
+            watch(cache, worker, gate)
+        gate.allow(NUM)
         assert worker.wait(DEADLINE_S)
         assert values(cache) == NEW
 
@@ -289,14 +328,40 @@ def test_samples_are_replaced_whatever_the_order(cache: cs.Cache, order: Any) ->
     assert cache.status().outdated_samples == 0
 
 
-def test_samples_of_other_options_of_the_source_are_replaced_too(cache: cs.Cache, tmp_path: Path) -> None:
+def test_samples_that_the_new_transform_leaves_out_go_and_those_that_it_cannot_make_stay(
+    cache: cs.Cache,
+) -> None:
+    def fails(sample: Any) -> Any:
+        raise ValueError("not this one")
+
+    fill(cache, plus(0))
+    fill(cache, fails)
+    assert cache.status().outdated_samples == 20
+    assert set(values(cache)) == set(map(str, range(20)))
+    fill(cache, lambda _: None)
+    assert cache.status().outdated_samples == 0
+    assert cache.num_samples == 0
+
+
+@pytest.fixture
+def start_with(cache: cs.Cache, tmp_path: Path) -> Callable[..., cs.Worker]:
+    """Start a worker for files of which this option of the source makes samples."""
     (tmp_path / "files").mkdir()
     for i in range(10):
         (tmp_path / "files" / f"{i}.json").write_text(f'{{"x": [{i}]}}')
 
-    def fill_with(default: int, **options: Any) -> set[int]:
+    def start(default: int, **options: Any) -> cs.Worker:
         source = cs.open_source(str(tmp_path / "files" / "*.json"), fields={"y": default})
-        with cs.start_worker(cache, source, num_workers=1, **options) as worker:
+        return cs.start_worker(cache, source, num_workers=1, **options)
+
+    return start
+
+
+def test_samples_of_other_options_of_the_source_are_replaced_too(
+    cache: cs.Cache, start_with: Callable[..., cs.Worker]
+) -> None:
+    def fill_with(default: int, **options: Any) -> set[int]:
+        with start_with(default, **options) as worker:
             assert worker.wait(DEADLINE_S)
         with cache.snapshot() as dataset:
             assert len(dataset) == 10
@@ -309,3 +374,17 @@ def test_samples_of_other_options_of_the_source_are_replaced_too(cache: cs.Cache
         fill_with(2, on_change="refuse")
     assert fill_with(2) == {2}
     assert cache.status().outdated_samples == 0
+    cache.close()
+    os.unlink(os.path.join(cache.path, "catalogue.sqlite"))
+    with cs.Cache(cache.path):
+        assert fill_with(3) == {3}, "the shards tell that it is the same data"
+
+
+def test_who_attaches_with_other_options_of_the_source_gets_the_samples_of_the_running_worker(
+    cache: cs.Cache, start_with: Callable[..., cs.Worker], warned: Callable[[], list[str]]
+) -> None:
+    with start_with(1), start_with(2) as other:
+        assert other.attached
+        assert any("goes on with the one before" in warning for warning in warned())
+        with pytest.raises(cs.ConfigError, match="on_change='refuse'"):
+            start_with(2, on_change="refuse")

@@ -73,7 +73,7 @@ def evicted(cache: cs.Cache) -> list[int]:
 
 def rows(cache: cs.Cache) -> list[Any]:
     with cache.catalogue.reading() as tables:
-        return list(tables.shards("fifo"))
+        return list(tables.shards())
 
 
 def small(path: Path, eviction: str = "least-weight") -> cs.Cache:
@@ -134,7 +134,7 @@ def test_a_cache_from_before_and_one_whose_catalogue_is_lost_evict_by_weight(tmp
 
 def ordered(cache: cs.Cache) -> list[Any]:
     with cache.catalogue.reading() as tables:
-        return list(tables.shards("least-weight"))
+        return list(tables.evictable("least-weight", used_only=False))
 
 
 def test_a_loader_without_weights_is_told_that_the_cache_evicts_by_them(

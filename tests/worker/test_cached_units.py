@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.schema import Span, span_array, spans_of
-from cachestream.worker.cached_units import Coverage, merge_spans
+from cachestream.storage.filling import CachedSpans
+from cachestream.worker.cached_units import Coverage, held_elsewhere, merge_spans
 from cachestream.worker.order import END, PassPlan, UnitOrder, gaps, is_covered, is_whole
 
 UNITS = 6
@@ -87,3 +88,11 @@ def test_a_unit_whose_parts_lie_in_different_passes_is_whole() -> None:
     one, other = int(first.positions(units)[0]), int(second.positions(units)[0])
     spans = {first: [Span((one, 3), (one + 1, 0))], second: [Span((other, 0), (other, 3))]}
     assert is_whole(Coverage({order: span_array(held) for order, held in spans.items()}).of(units)[0])
+
+
+def test_of_a_pass_that_first_read_units_of_another_transform_nothing_tells_which_ones_it_holds() -> None:
+    """Its file has them; so any may be held."""
+    plan = PassPlan("sequential", 1, 1, UNITS, "", UNITS)
+    other = PassPlan("sequential", 1, 0, UNITS, "", UNITS + 2, again=2)
+    cached = CachedSpans("", {1: other, 2: plan}, ({1: span_array([Span((0, 0), (2, 0))])},))
+    assert held_elsewhere(cached, plan, np.arange(UNITS)).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cachestream.formats.files import FileSource
 from cachestream.listing.names import Mark, NamesWriter
 from cachestream.schema import Span
 from cachestream.worker.health import Death, suspects_of
+from cachestream.worker.job import Job
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.listings import Listings
 from cachestream.worker.order import PassPlan
@@ -290,3 +292,25 @@ def test_a_pass_that_grows_past_an_earlier_listing_still_finds_what_is_cached_of
     writer.add(names[2:], is_complete=True)
     writer.close()
     assert take() == [2, 5], "3 and 4 are cached"
+
+
+def test_a_pass_that_replaces_samples_of_units_not_listed_yet_is_resumed_by_each_later_worker(
+    cache: Cache, grows: Callable[[], Any]
+) -> None:
+    made = WorkerOptions(num_workers=1, order="sequential", on_change="replace").job(cache, grows())
+    old, new, other = (replace(made, transform=f"1:{name}") for name in ("old", "new", "other"))
+
+    def start(job: Job) -> int:
+        begin_or_resume(cache, job, UserOrder(job))
+        cache.filling.record_transform(job.transform)
+        row = cache.filling.state().last_pass
+        assert row is not None
+        return row.id
+
+    first = start(old)
+    publish(cache, content(0, fill={"transform": "1:old"}), pass_id=first, spans=[Span((0, 0), (3, 0))])
+    second = start(new)
+    assert second > first
+    assert start(new) == second
+    assert start(replace(other, on_change="keep")) == second, "which adds samples of its own"
+    assert start(new) > second

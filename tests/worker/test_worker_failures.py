@@ -143,6 +143,26 @@ def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) 
     assert failures_of(cache) == {}
 
 
+def test_the_processor_time_of_a_process_that_died_counts_on(cache: Cache, tmp_path: Path) -> None:
+    died = str(tmp_path / "died")
+
+    def work(sample: Any) -> Any:
+        until_s = time.process_time() + 0.1
+        while not os.path.exists(died) and time.process_time() < until_s:
+            pass
+        if time.process_time() > 1.0 and not os.path.exists(died):
+            open(died, "xb").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    with cs.start_worker(cache, Numbers(20), num_workers=1, concurrency=1, transform=work) as worker:
+        assert worker.wait(DEADLINE_S)
+        status = worker.status().worker
+    assert os.path.exists(died)
+    assert status is not None
+    assert status.totals.cpu_s > 0.8
+
+
 @pytest.mark.slow  # the supervisor waits for the lock
 def test_a_process_that_is_stopped_while_the_catalogue_is_locked_is_replaced(cache: Cache) -> None:
     """As by itself: the supervisor took its wait for the lock for a suspension of all processes."""

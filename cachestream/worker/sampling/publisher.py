@@ -111,7 +111,7 @@ class PendingProgress:
         return Publication(
             row.id,
             tuple(shards),
-            self.spans if shards else (),
+            self.spans,
             tuple(self._finished),
             tuple(self._advanced.items()),
             failures,
@@ -247,8 +247,7 @@ class BackgroundPublisher:
             return  # the process is to stop: another one reads these samples again
         spans = shard.progress.spans
         fill = {"source": self._job.fingerprint, "plan": shard.row.plan, "length": shard.row.length}
-        if self._job.transform:
-            fill["transform"] = self._job.transform
+        fill |= {name: text for name in ("data", "transform") if (text := getattr(self._job, name))}
         is_shared = self._job.cluster is not None and self._job.cluster.group
         ends = {"ends": list(shard.progress.ends.items())} if is_shared else {}
         contents = shard.contents({**fill, **ends, "spans": span_array(spans).tolist()})

@@ -72,6 +72,7 @@ class Sampler:
         self._refused: list[UnitRead] = []
         self._reads_alone = False  # a unit that may have ended other processes
         self._arrived_s, self._arrived_bytes = time.monotonic(), 0
+        self._cpu_s = 0.0  # as counted
 
     def run(self) -> None:
         """Work until all units are done, or until told to stop."""
@@ -96,13 +97,18 @@ class Sampler:
         delivery = self._fetcher.next(min(BEAT_S, self._writer.due_in_s()))
         ended_s = time.monotonic()
         self._slot["fetch_wait_s"] += ended_s - begun_s
-        self._slot["cpu_s"] = time.process_time()
+        self._count_cpu()
         tracing.add("wait", begun_s, ended_s)
         if delivery is not None:
             self._deliver(delivery)
             self._arrived_s = time.monotonic()
         self._engine.tick()
         self._writer.flush_if_due()
+
+    def _count_cpu(self) -> None:
+        """Add the processor's time since the last call: the slot keeps the sums of earlier processes."""
+        before_s, self._cpu_s = self._cpu_s, time.process_time()
+        self._slot["cpu_s"] += self._cpu_s - before_s
 
     def _fetch_state(self) -> int:
         """The state of the process while it waits for the next unit; shows a stalled unit on the board."""
