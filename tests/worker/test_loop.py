@@ -9,6 +9,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.storage.locks import HeldFile
 from tests.worker.loop import FAIL, HANG, HANG_S, KILLED, filling
 from tests.worker.support import failures_of, only_once
 
@@ -261,3 +262,23 @@ def test_a_process_that_comes_back_in_time_keeps_the_worker(cache: Cache) -> Non
         loop.rest(100.0)
         loop.forsake(dies=False)
         assert loop.end() == 0
+
+
+def test_a_worker_that_cannot_lock_a_file_as_it_leaves_tries_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filling(cache, UNITS) as loop:
+        attachments, tries = loop.supervisor._attachments, list[float]()
+        attach_lock_of_it = attachments.attach_lock
+
+        def attach_lock(timeout_s: float) -> HeldFile:
+            tries.append(timeout_s)
+            if len(tries) == 1:
+                raise cs.CacheError("attach.lock: Too many open files")
+            return attach_lock_of_it(timeout_s)
+
+        monkeypatch.setattr(attachments, "attach_lock", attach_lock)
+        loop.forsake(dies=False)
+        assert loop.end() == 0
+        assert len(tries) == 2
+    assert cache.fill_state() == "stopped"

@@ -9,20 +9,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
 import cachestream as cs
 from cachestream import Cache, WorkerError
-from cachestream.errors import CacheError
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import Board
 from cachestream.worker import attachments, health
 from cachestream.worker.attachments import WorkerMonitor
-from cachestream.worker.health import SystemErrors
-from cachestream.worker.supervisor import Supervisor
 from tests.worker.sources import Numbers, Switched
 from tests.worker.support import (
     ATTACHING,
@@ -288,17 +284,3 @@ def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
         assert worker.is_alive()
     only_once(cache)
     assert cache.verify().ok
-
-
-def test_a_supervisor_that_cannot_lock_a_file_as_it_leaves_tries_again() -> None:
-    def attach_lock(timeout_s: float) -> Any:
-        del timeout_s
-        raise CacheError("attach.lock: Too many open files")
-
-    supervisor: Any = Supervisor.__new__(Supervisor)  # without a job and a cache
-    supervisor._is_stopping, supervisor._system_errors = False, SystemErrors()
-    supervisor._record, supervisor._job = SimpleNamespace(state="filling"), SimpleNamespace(when_full="evict")
-    supervisor._attachments = SimpleNamespace(
-        stop_requested=lambda: False, is_needed=lambda: False, attach_lock=attach_lock
-    )
-    assert supervisor._try(supervisor._leave) is False
