@@ -14,7 +14,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache, ConfigError
-from cachestream.storage.locks import lock_file
+from cachestream.storage import locks
 from cachestream.worker import attachments
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, ROOT, supervisor_pid, wait_until
@@ -53,13 +53,13 @@ def test_a_process_that_attaches_while_another_looks_keeps_its_file(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is there for a moment before its lock is."""
-    path, look = cache.directory.worker_file("1-1-0.attached"), attachments.is_held
+    path, look = cache.directory.worker_file("1-1-0.attached"), locks.is_held
     Path(path).touch()
     attached = []
 
     def is_held(probed: str) -> bool:
         found = look(probed)
-        attached.append(lock_file(path))
+        attached.append(locks.lock_file(path))
         return found
 
     monkeypatch.setattr(attachments, "is_held", is_held)
