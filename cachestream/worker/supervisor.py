@@ -513,10 +513,12 @@ def _begin(guardian: Guardian, answer: BinaryIO) -> Supervisor | None:
         supervisor.heed_signals()
         supervisor.asks_failed_again = has_failed_units(cache)
         supervisor.start(is_complete=not has_more)
-    except CacheStreamError as error:
-        write_frame(answer, error)
-        return None
     except Exception as error:  # a process's main: the caller gets the traceback
+        for process in forks.children:
+            process.end()  # that of the user's code: the guardian waits until it is reaped
+        if isinstance(error, CacheStreamError):
+            write_frame(answer, error)
+            return None
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     try:
