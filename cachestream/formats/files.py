@@ -160,8 +160,8 @@ class FilesFormat(Format):
             name, is_optional = partner.name_for(file.name), partner.field in self.optional
             if name is None and not is_optional:
                 raise SampleError(
-                    f"{file.where}: has no {partner.field!r}, as it does not lie where the others do; to keep "
-                    f"it, give a default, fields={{{partner.field!r}: …}}"
+                    f"{file.where}: has no {partner.field!r}, as it does not lie where the others do; to "
+                    f"keep it, give a default, fields={{{partner.field!r}: …}}"
                 )
             if name is None:
                 continue
@@ -183,8 +183,8 @@ class FilesFormat(Format):
         label = self.label_index.get(folder)
         if label is None and folder in self.paired:
             raise SampleError(
-                f"{file.where}: has no label: its folder is one of files that belong together, and most others "
-                "are in folders of classes; give label= a function of the path, or label=None"
+                f"{file.where}: has no label: its folder is one of files that belong together, and most "
+                "others are in folders of classes; give label= a function of the path, or label=None"
             )
         if label is None:
             raise SampleError(

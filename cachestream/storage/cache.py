@@ -339,8 +339,8 @@ class Cache:
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, damage = finding.partition(": ")
         is_missing = not os.path.lexists(path)
-        # The file is moved when the row is doomed for good: a live row has its file wherever this process dies.
-        # Until then the row has an owner: of others, whoever finds one removes the file, which is the evidence.
+        # The file is moved once the row is doomed: a live row has its file wherever this process dies. The row
+        # has an owner until then: whoever finds a doomed row without one removes the file, the evidence.
         with Owner.temporary(self.directory, "quarantine") as owner:
             with self.catalogue.transaction() as tables:
                 question = "SELECT num_samples, state FROM whole WHERE id = ?"

@@ -45,9 +45,10 @@ class FillState:
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `data` the part of it that names
     the data, `transform` the identity of the last worker's transform. `replacing` and `again` are those of
-    the last pass, see `PlannedPass`; `positions_done` counts its finished positions. `is_looking` is true while the supervisor has not decided whether another pass
-    begins. `snapshots` counts the epochs that were drawn for training. `mixture` has the shares in which
-    loaders draw the sources of a `mix`; empty if none did. `failures` have the most frequent first.
+    the last pass, see `PlannedPass`; `positions_done` counts its finished positions. `is_looking` is true
+    while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that were
+    drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none
+    did. `failures` have the most frequent first.
     """
 
     phase: str

@@ -1,10 +1,10 @@
 """Reservations: bytes are reserved before they are written, and credited only after the unlink.
 
 The transaction that reserves also picks the victims of eviction. A victim's row is doomed first, then its
-file is removed, and its bytes are credited last, with the row, so that the directory never holds more than was
-promised, wherever a process dies. Reservations of a dead process are cleared by the next one that reserves.
-The catalogue's write lock decides: under it the disk is measured and the leases are read, and a lease is
-made.
+file is removed, and its bytes are credited last, with the row, so that the directory never holds more than
+was promised, wherever a process dies. Reservations of a dead process are cleared by the next one that
+reserves. The catalogue's write lock decides: under it the disk is measured and the leases are read, and a
+lease is made.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ file is gone:
         └────────────────────────────bury───────────────────┘
 
 A reserved row is a file that its owner may be writing; what a dead owner leaves is buried by whoever finds
-it. A doomed one is a file that whoever finds it removes, unless its owner does. A retiring shard is cached like a live one, but
-joins no new epoch and is evicted first. Of a replaced one other shards hold the samples: it is there for the
-epochs that lease it, and removed after the last of them.
+it. A doomed one is a file that whoever finds it removes, unless its owner does. A retiring shard is cached
+like a live one, but joins no new epoch and is evicted first. Of a replaced one other shards hold the samples:
+it is there for the epochs that lease it, and removed after the last of them.
 """
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 

@@ -1,11 +1,11 @@
 """`cachestream diagnose`: the stage that holds up filling from a source, or training on it.
 
 Real workers fill for some seconds, and their counters are read. The first one reads one unit at a time and
-drops what it reads: that is the time of `read` and `decode`. The second one is a worker as it will be, with a
-cache in a temporary folder: that is the rate of reading, `transform` and `pack`. Both are needed: reads at
-once do not tell a narrow link, which they share, from a remote that takes long to answer. `list` is opening the
-source, `write` a file of 64 MiB in that folder, synced, and `transfer` the loader over that cache, onto the
-accelerator if there is one.
+drops what it reads: that is the time of `read` and `decode`. The second one is a worker as it will be, with
+a cache in a temporary folder: that is the rate of reading, `transform` and `pack`. Both are needed: reads at
+once do not tell a narrow link, which they share, from a remote that takes long to answer. `list` is opening
+the source, `write` a file of 64 MiB in that folder, synced, and `transfer` the loader over that cache, onto
+the accelerator if there is one.
 
 Stages are compared by the samples a second that each would let through if the others took no time. Stages
 that calculate share the cores; a transform that waits holds up its process. Not measured: how the remote

@@ -356,7 +356,7 @@ class _Maker:
 def _read_part(
     source: Source, plan: PassPlan, part: tuple[int, int, int]
 ) -> list[tuple[Unit, int, str, Any]]:
-    """The samples from one offset of a unit up to another, read again for a minute after the remote has failed.
+    """The samples from one offset of a unit up to another, read again for a minute if the remote fails.
 
     Raises _NotReproducibleError for a part that is damaged: it was not when it was sampled.
     """

@@ -118,8 +118,8 @@ def meet_at(
     began_s, rank = time.monotonic(), job.rank
     connect_s, answer_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
     default = _default_store()
-    # While torch waits there for a key of the trainer's, it holds the job's own connection for itself: calls on
-    # that may last as long as the meeting, and the answer of the host is looked for on another one.
+    # While torch waits there for a key of the trainer's, it holds the job's own connection for itself: calls
+    # on that may last as long as the meeting, and the answer of the host is looked for on another one.
     exchange, tcp = StoreConnection(PrefixStore(prefix, default), deadline_s), _tcp_below(default)
     store = None if tcp is None else _client(tcp.host, tcp.port, connect_s)
     if rank == 0:

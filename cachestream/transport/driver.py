@@ -82,8 +82,8 @@ class LateCallsError(SourceUnavailableError):
 class Caller:
     """A thread that makes blocking calls, one after the other, and keeps no process alive.
 
-    It ends when it has had nothing to do for `_IDLE_S`, and begins anew with the next call. A Caller whose call
-    is late is abandoned. Raises LateCallsError where `MOST_LATE` calls of this process are late.
+    It ends when it has had nothing to do for `_IDLE_S`, and begins anew with the next call. A Caller whose
+    call is late is abandoned. Raises LateCallsError where `MOST_LATE` calls of this process are late.
     """
 
     late: ClassVar[defaultdict[int, set[_Calls]]] = defaultdict(set)  # by process: a fork has no such threads
@@ -91,8 +91,8 @@ class Caller:
     def __init__(self) -> None:
         if len(self.late[os.getpid()]) >= MOST_LATE:
             raise LateCallsError(
-                f"{MOST_LATE} calls of drivers in process {os.getpid()} have not returned; check the network, "
-                "and restart the process"
+                f"{MOST_LATE} calls of drivers in process {os.getpid()} have not returned; check the "
+                "network, and restart the process"
             )
         self._calls = _Calls()
 
