@@ -514,12 +514,9 @@ def _begin(guardian: Guardian, answer: BinaryIO) -> Supervisor | None:
         supervisor.asks_failed_again = has_failed_units(cache)
         supervisor.start(is_complete=not has_more)
     except Exception as error:  # a process's main: the caller gets the traceback
-        for process in forks.children:
-            process.end()  # that of the user's code: the guardian waits until it is reaped
+        _refuse(forks, answer, error)
         if isinstance(error, CacheStreamError):
-            write_frame(answer, error)
             return None
-        write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     try:
         with answer:
@@ -530,6 +527,17 @@ def _begin(guardian: Guardian, answer: BinaryIO) -> Supervisor | None:
     logger.info("started, %d left-over files removed", removed)
     detach_from_terminal()
     return supervisor
+
+
+def _refuse(forks: Forks, answer: BinaryIO, error: Exception) -> None:
+    """Tell the caller why the worker cannot start, once the process of the user's code has ended: the guardian
+    would wait for that.
+    """
+    for process in forks.children:
+        process.end()
+    if not isinstance(error, CacheStreamError):
+        error = WorkerError(f"the worker cannot start: {error}", traceback.format_exc())
+    write_frame(answer, error)
 
 
 def _become_the_supervisor(cache: Cache) -> HeldFile:
