@@ -130,7 +130,8 @@ def test_samples_of_another_transform_are_replaced_and_never_in_an_epoch_in_two_
         assert cache.num_samples == NUM
         assert cache.status().outdated_samples == 0
     if shard_size != "1MB":
-        assert min(map(len, epochs)) > NUM * 0.7, "the cache hardly shrinks meanwhile"
+        # Of each process one shard at most, a quarter of all, is gone before its samples are there anew.
+        assert min(map(len, epochs)) >= NUM * 0.5
         assert any(
             0 < sum(found == NEW[key] for key, found in epoch.items()) < len(epoch) for epoch in epochs
         )
@@ -166,7 +167,7 @@ def test_a_sample_that_is_read_anew_is_read_once_and_what_was_never_read_comes_a
     old = set(values(cache))
     assert len(old) < NUM
     with cs.start_worker(
-        cache, source_of("2"), num_workers=1, transform=plus(100), shard_size="20KB"
+        cache, source_of("2"), num_workers=1, transform=plus(100), shard_size="20KB", concurrency=2
     ) as worker:
         assert worker.wait(DEADLINE_S)
     indices = Path(str(read) + "2").read_text().split()
