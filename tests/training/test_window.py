@@ -21,6 +21,7 @@ from cachestream.training.batches import memory
 from cachestream.training.prepare import Pace
 from cachestream.training.threads import Flag, Threads, use_one_torch_thread
 from tests.training.conftest import NewCache
+from tests.worker.support import wait_until
 
 PACKAGE: Final = str(Path(cachestream.__file__).parent)
 
@@ -130,6 +131,7 @@ def test_a_report_is_there_before_the_first_batch(new_cache: NewCache) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4) as loader:
         assert len(loader) == 4
+        wait_until(lambda: cache.status().loaders, "a thread writes it")
         (report,) = cache.status().loaders
         assert (report.pid, report.batches) == (os.getpid(), 0)
     assert cache.status().loaders == ()
