@@ -95,6 +95,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         "child processes": _children,
     }
     before = {what: look() for what, look in looks.items()}
+    gc.freeze()  # a search for garbage looks at what the test has made, and not at all that was imported since
     yield
     deadline = time.monotonic() + WIND_DOWN_S
     pause = threading.Event()
