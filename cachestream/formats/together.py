@@ -27,11 +27,14 @@ import numpy as np
 
 from cachestream.formats.lines import LinesSource
 from cachestream.sources.api import (
+    File,
     FileList,
     Files,
     Kept,
     Names,
     SampleError,
+    SourceError,
+    SourceUnavailableError,
     extension_of,
     kind_of,
 )
@@ -286,9 +289,17 @@ def tables_in(files: FileList) -> tuple[str, ...]:
     is_long = files.is_open or len(files) > MOST_COMPARED
     folder = first[0].rpartition("/")[0] if first else ""
     if not found and is_long and (not folder or _usual_level(folder.partition("/")[0])):
-        found += [
-            name
-            for name in _TABLES
-            if Files(files.over(Names([name])), Kept())[0].whole_or_none() is not None
-        ]
+        found += [name for name in _TABLES if _is_there(Files(files.over(Names([name])), Kept())[0])]
     return tuple(found)
+
+
+def _is_there(file: File) -> bool:
+    """Return whether a file can be read, by its first byte: not all servers tell a size, and it may be long."""
+    try:
+        with file.stream(0, 1) as stream:
+            stream.read(1)
+    except SourceUnavailableError:
+        raise
+    except SourceError:
+        return False
+    return True

@@ -360,8 +360,7 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
     job = find_job()
     if job is None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         warn_if_early(
-            "cs.stream was called",
-            "a node with a cache of its own reads all of the remote, not its share",
+            "cs.stream was called", "a node with a cache of its own reads all of the remote, not its share"
         )
     if job is None or job.size == 1:
         return None

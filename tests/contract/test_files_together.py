@@ -367,6 +367,22 @@ def test_folders_of_pairs_are_no_labels_while_a_listing_goes_on(
     assert len(lost) == len(extra)
 
 
+def test_a_table_may_be_longer_than_the_largest_object(s3_server: S3Server) -> None:
+    bucket, names = s3_server.bucket("together-long"), [f"{i:02d}.png" for i in range(20)]
+    images(bucket / "images", names)
+    metadata(bucket / "metadata.jsonl", [{"file_name": f"images/{name}", "text": "t" * 90} for name in names])
+    source: Any = cs.open_source(
+        f"s3://{bucket.name}/",
+        storage_options=s3_server.storage_options,
+        first_names=10,
+        max_object_size="1kB",
+    )
+    assert source.is_listing
+    found, lost = read(source)
+    assert not lost
+    assert {one["text"] for one in found.values()} == {"t" * 90}
+
+
 @pytest.mark.parametrize("other", ["Annotations", "masks"])
 def test_a_listing_that_goes_on_finds_what_belongs_together(s3_server: S3Server, other: str) -> None:
     bucket = s3_server.bucket(f"together-{other.lower()}")

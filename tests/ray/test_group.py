@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachestream.ray import group as group_module
-from cachestream.ray.group import SILENT_S, CacheReport, GroupActor, GroupView, HeldShard, identity_of
+from cachestream.ray.group import (
+    SILENT_S,
+    Answer,
+    CacheReport,
+    Change,
+    GroupActor,
+    GroupView,
+    HeldShard,
+    identity_of,
+)
 from cachestream.schema import Span
 from cachestream.worker.order import Partition, PassPlan
 
@@ -29,6 +38,29 @@ def ranges_of(positions: set[int]) -> tuple[tuple[int, int], ...]:
     starts = sorted(one for one in positions if one - 1 not in positions)
     stops = sorted(one + 1 for one in positions if one + 1 not in positions)
     return tuple(zip(starts, stops, strict=True))
+
+
+def test_a_shard_that_was_refused_is_offered_again_in_the_next_pass_and_when_it_is_made_anew() -> None:
+    first, second = plan_of(4), plan_of(4, ordinal=2)
+    shard = HeldShard("content", 1, 100, first, (Span((0, 0), (4, 0)),))
+    view = GroupView()
+
+    def take(*changes: Change) -> None:
+        view.take(Answer(changes, 1, (), 1, {"a": "its server"}))
+
+    def offered(plan: str) -> list[HeldShard]:
+        current, earlier, _ = view.choose(plan, 4, ((0, 4),), (), has_room=True)
+        return current + earlier
+
+    take(Change("a", (shard,)))
+    assert offered(first) == [shard]
+    view.refused.add("content")
+    assert offered(first) == []
+    assert offered(second) == [shard]
+    view.refused.add("content")
+    take(Change("a", (), ("content",)))
+    take(Change("a", (shard,)))
+    assert offered(second) == [shard]
 
 
 @dataclass

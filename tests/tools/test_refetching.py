@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +18,7 @@ import cachestream as cs
 from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.tools import refetching
 from cachestream.tools.refetching import refetch
+from cachestream.worker.order import PassPlan
 from tests.worker.sources import Named
 
 SOURCE = Named(units=40, samples=5, nbytes=2000)
@@ -251,6 +253,22 @@ def test_a_remote_that_fails_is_asked_again_and_ends_the_command_if_it_stays_awa
     monkeypatch.undo()
     assert refetch(tmp_path / "epochs", cache, replace(source, failures=str(seldom))).ok
     assert digests(cache) == before
+
+
+def test_a_slow_read_has_its_time_after_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refetching, "_GIVE_UP_S", 0.1)
+    left = [SourceUnavailableError("503 from the remote")]
+
+    class Slow(Named):
+        def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+            time.sleep(0.2)
+            if left:
+                raise left.pop()
+            yield from super().read(unit, rng)
+
+    plan = PassPlan("sequential", 0, 0, 1, "", 1)
+    found = refetching._read_part(Slow(units=1, samples=3, nbytes=10), plan, (0, 0, 3))
+    assert len(found) == 3
 
 
 @pytest.mark.e2e

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from cachestream import EpochLoader
 from cachestream.training.batches import memory
 from cachestream.training.prepare import Pace
 from cachestream.training.threads import Flag, Threads, use_one_torch_thread
+from cachestream.training.window import Window
 from tests.training.conftest import NewCache
 from tests.worker.support import wait_until
 
@@ -125,6 +127,17 @@ def test_a_thread_of_one_is_about_the_thread_that_asks_and_no_other() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_who_enters_a_segment_closes_those_before_it_also_one_without_a_batch() -> None:
+    closed: list[str] = []
+    window = Window(SimpleNamespace())  # type: ignore[arg-type]
+    segments = [SimpleNamespace(close=partial(closed.append, name)) for name in ("a", "none of it", "c", "d")]
+    window._readers = [SimpleNamespace(segment=segment, is_open=True) for segment in segments]  # type: ignore[misc]
+    window.enter(segments[2])  # type: ignore[arg-type]
+    assert closed == ["a", "none of it"]
+    window.enter(segments[2])  # type: ignore[arg-type]
+    assert [reader.segment for reader in window._readers] == segments[2:]
 
 
 def test_a_report_is_there_before_the_first_batch(new_cache: NewCache) -> None:

@@ -156,3 +156,18 @@ def test_a_process_is_silent_if_it_has_sent_nothing_for_long_while_it_could() ->
     assert not process.is_silent(231.0, 210.0, 30.0)
     process.pid = None
     assert not process.is_silent(999.0, never, 1.0)
+
+
+REFUSES = """
+from cachestream import ConfigError
+from cachestream.worker.processes import read_frame
+from cachestream.worker.supervisor import _refuse
+process = start(lambda end: time.sleep(600) or 0)
+read, write = os.pipe()
+_refuse(forks, os.fdopen(write, "wb"), ConfigError("no such order"))
+print(process.running, repr(read_frame(os.fdopen(read, "rb"))))
+"""
+
+
+def test_a_start_that_is_refused_leaves_no_process_for_which_the_guardian_would_wait() -> None:
+    assert run(REFUSES) == ["False ConfigError('no such order')"]
