@@ -31,7 +31,17 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "Batches from a cache": ("warm", "small", "ranks", "interpreter", "accelerator"),
     "What is in a batch": ("packing", "photographs", "ragged", "select", "mixture", "plugins"),
     "Large caches": ("scale", "beyond", "locality"),
-    "Filling a cache": ("cold", "fill", "remote", "listing", "sources", "diversity", "trace", "trace_tiny"),
+    "Filling a cache": (
+        "cold",
+        "fill",
+        "raw",
+        "remote",
+        "listing",
+        "sources",
+        "diversity",
+        "trace",
+        "trace_tiny",
+    ),
     "What is fetched, and what is trained on": ("waste", "small_cache", "importance", "wrong_labels", "plan"),
     "Many nodes": ("cluster", "scale_out"),
 }

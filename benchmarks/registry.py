@@ -307,6 +307,32 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("first_samples_s", "first samples after the call of `start_worker`", "s"),
         ),
     ),
+    "raw": Benchmark(
+        "Raw arrays",
+        "Windows of 256 KiB of float32 arrays, 1 GiB; one process fills a cache with a shard size of 64 MB, beside a plain loop in one "
+        "process that reads them to their places in a column and writes that, in turns. Arrays and cache lie in memory (/dev/shm), or the "
+        "cache on a disk, beside bare writers that do not sync either. The trainer takes 10 ms for a step.",
+        (
+            Figure("npy_mb_per_s", "`.npy` files, one process", "MB/s"),
+            Figure("loop_mb_per_s", "a plain loop over them", "MB/s"),
+            Figure("npy_to_loop", "of the plain loop", target=0.7),
+            Figure("npy_two_mb_per_s", "two processes", "MB/s"),
+            Figure("npy_two_to_one", "of one process", target=1.6),
+            Figure("npy_training_to_alone", "one process, while a trainer reads, of alone"),
+            Figure("hdf5_mb_per_s", "HDF5, one process", "MB/s"),
+            Figure("hdf5_loop_mb_per_s", "a plain loop of h5py", "MB/s"),
+            Figure("hdf5_to_loop", "of the plain loop"),
+            Figure("disk_mb_per_s", "on the disk, one process", "MB/s"),
+            Figure("disk_writer_mb_per_s", "a bare writer", "MB/s"),
+            Figure("disk_to_writer", "of the bare writer", target=0.9),
+            Figure("disk_to_loop", "of the plain loop"),
+            Figure("disk_two_mb_per_s", "on the disk, two processes", "MB/s"),
+            Figure("disk_two_to_writers", "of two bare writers", target=0.9),
+            Figure("s3_mb_per_s", "objects of an S3 server on this machine, one process", "MB/s"),
+            Figure("s3_two_mb_per_s", "two processes", "MB/s"),
+        ),
+        timeout_s=900.0,
+    ),
     "remote": Benchmark(
         "A distant remote",
         "An S3 server behind 50 ms of latency and 40 MB/s, objects of 100 kB, four processes.",

@@ -36,6 +36,7 @@ from cachestream.sources.array_windows import (
 from cachestream.sources.base import check_unit, whole_units
 from cachestream.sources.files_source import FileUnits
 from cachestream.sources.registry import array_files
+from cachestream.transport.local_files import is_on_disk
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -148,6 +149,12 @@ class ArraySource:
             sample["index"] = index
         area = ",".join(f"{at}:{at + size}" for at, size in zip(place, arrays.grid.sizes, strict=True))
         yield f"{self._names[index]}[{area}]" + ("" if self._grid is not None else f"#{unit}"), sample
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True if the arrays lie on disks of this machine."""
+        first = [files[0] for files in self._locations.values()]
+        return all(one.remote.is_local and is_on_disk(one.path) for one in first)
 
     def _locate_window(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
         """Return the number of the array of `unit`, and the start of its window along the cut axes."""

@@ -183,6 +183,11 @@ def as_incremental(source: Source) -> IncrementalSource | None:
     return source if isinstance(source, IncrementalSource) and source.is_listing else None
 
 
+def reads_from_disk(source: Source) -> bool:
+    """Return whether `source` only reads files on disks of this machine, which answer at once."""
+    return bool(getattr(source, "is_on_disk", False))
+
+
 def units_of(source: Source) -> int | None:
     """Return the number of all units, for which the listing is completed; None for an endless source."""
     if (incremental := as_incremental(source)) is not None:

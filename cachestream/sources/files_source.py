@@ -19,6 +19,7 @@ from cachestream.sources.fields import Defaults, repeated
 from cachestream.sources.format import File, Files, Format, Item, Kept, Part, Skipped
 from cachestream.sources.hive import FolderColumns
 from cachestream.transport import object_limit
+from cachestream.transport.local_files import is_on_disk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -183,6 +184,11 @@ class FilesSource:
         # The name of a unit is that of its file, and that of the part.
         name = "" if self._own_parts is None else self._names[unit][len(self._files.names[index]) + 1 :]
         return File(self._files, index, self._kept), Part(number, int(self._units.counts[index]), name)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True if the files lie on a disk of this machine."""
+        return self._files.remote.is_local and len(self._files) > 0 and is_on_disk(self._files.path(0))
 
     # --- rounds
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.errors import SampleError
-from cachestream.linux import FileMap
+from cachestream.linux import FileMap, filesystem_of, is_network_filesystem
 from cachestream.transport import metering, object_limit
 from cachestream.transport.backends import Span, Version
 from cachestream.transport.metering import PIECE_BYTES
@@ -29,6 +29,12 @@ def _open(path: str, where: str) -> tuple[int, os.stat_result]:
         os.close(fd)
         raise SampleError(f"{where}: not a regular file")
     return fd, status
+
+
+def is_on_disk(path: str) -> bool:
+    """Return whether a local path lies on a disk of this machine: not on a network file system, or behind FUSE."""
+    kind = filesystem_of(os.path.realpath(path))
+    return not is_network_filesystem(kind) and not kind.startswith("fuse")
 
 
 def _fill(fd: int, start: int, out: memoryview, where: str, unreported: int = 0) -> int:

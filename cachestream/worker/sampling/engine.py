@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from cachestream.sources.base import reads_from_disk
 from cachestream.storage.layout import Directory
 from cachestream.storage.telemetry import Slot
 from cachestream.worker.job import Job, Payload
@@ -69,7 +70,13 @@ class LocalEngine:
             hang_timeout_s=job.hang_timeout_s,
             in_rows=payload.transform is None,
         )
-        self.fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.meter.beat)
+        self.fetcher = Fetcher(
+            self._reader.read,
+            job.concurrency,
+            BUFFER_BYTES,
+            self._reader.meter.beat,
+            may_read_here=reads_from_disk(payload.source),
+        )
         self._tuner = ReadTuner(self.fetcher, slot, job)
 
     def use_plan(self, plan: PassPlan) -> None:

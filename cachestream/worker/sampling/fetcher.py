@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -28,6 +29,8 @@ REST_TURNS: Final = 30
 RECOVERY_TURNS: Final = 3  # about a second between two increases after a slow-down
 KEEP: Final = 0.95  # of the rate: half as many reads are kept if they bring so much
 _TICK_S: Final = 0.5
+_HERE: Final = READS_AT_ONCE - 1  # the number of the caller's thread, which no other has
+_CHUNKS_HERE: Final = 2  # a unit of one chunk comes with its end
 BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpreter
 
 
@@ -81,9 +84,14 @@ class Concurrency:
         more = min(most, 2 * self.active) if waiting >= STARVED else self.active
         return Concurrency(more, self.active, rate)
 
-    def came(self, most: int) -> Concurrency:
-        """The numbers after a unit came: twice the reads, up to FIRST_READS, before the first trial."""
+    def came(self, most: int, busy: float = 0.0) -> Concurrency:
+        """The numbers after a unit came: twice the reads, up to FIRST_READS, before the first trial.
+
+        A process that is `busy`, as in `next`, has no latency to hide: whether more reads pay is tried.
+        """
         if self.active >= min(FIRST_READS, most) or self.active != self.settled or self.rest or self.goal:
+            return self
+        if busy >= BUSY:
             return self
         more = min(2 * self.active, FIRST_READS, most)
         return Concurrency(more, more)
@@ -124,6 +132,10 @@ class Fetcher:
     nothing for `patience_s` lets the others go first, and another thread takes its place. The bytes that wait
     are bounded; the unit that is next has a bound of its own: if it could not continue, no unit could.
 
+    Where it `may_read_here`, the caller's thread reads while one unit at a time is read: two threads that share one
+    interpreter hand it to each other at every unit, and take longer than one. It blocks meanwhile, so this is for
+    local disks alone.
+
     Used from one thread. Each reason to wait has a condition of its own, so that an event wakes one thread
     and not all of them.
     """
@@ -135,9 +147,14 @@ class Fetcher:
         max_bytes: int,
         on_wait: Callable[[int], None],
         patience_s: float = PATIENCE_S,
+        *,
+        may_read_here: bool = False,
     ) -> None:
         self._read, self._max_bytes, self._on_wait = read, max_bytes, on_wait
         self._patience_s = patience_s
+        self._may_read_here = may_read_here
+        # The unit that the caller reads, in a context of its own, as a thread has one.
+        self._here: tuple[UnitRead, Iterator[SampleChunk | float], Context] | None = None
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # samples or the end of a unit that may be delivered
         self._units = threading.Condition(self._lock)  # units to be read
@@ -152,9 +169,15 @@ class Fetcher:
         self._silent = 0  # units that let others go first
         self.active = threads
 
+    @property
+    def _most_threads(self) -> int:
+        """The threads that may read now: those of silent units are needed besides."""
+        reading = 0 if self._may_read_here and self.active == 1 else self.active
+        return min(_HERE, reading + self._silent)
+
     def _start_threads(self) -> None:
-        """Start the threads that are missing: those of silent units are needed besides."""
-        while self._threads < min(READS_AT_ONCE, self.active + self._silent):
+        """Start the threads that are missing."""
+        while self._threads < self._most_threads:
             name = f"fetch-{self._threads}"
             threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True).start()
             self._threads += 1
@@ -213,6 +236,8 @@ class Fetcher:
         """Samples or the end of the next unit, as soon as they arrive; None at the deadline, or after
         `wake`.
         """
+        if self._here is not None or self._takes_here():
+            return self._read_here()
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -226,6 +251,36 @@ class Fetcher:
                     self._woken = False
                     return None
                 self._arrived.wait(min(deadline_s, until_s) - now_s)
+
+    def _takes_here(self) -> bool:
+        """Take the next unit to read it in the caller's thread, if that is to read and nothing comes before it."""
+        with self._lock:
+            if self._most_threads or not self._todo or self._todo[0] is not self._order[0]:
+                return False
+            unit_read = self._todo.popleft()
+            unit_read.heard_s = time.monotonic()
+            self._here = unit_read, self._read(unit_read, _HERE), copy_context()
+            return True
+
+    def _read_here(self) -> Delivery | None:
+        """Read on in the caller's thread: up to a few samples, or the end of the unit; None for a pause."""
+        assert self._here is not None
+        unit_read, items, context = self._here
+        chunks: list[SampleChunk] = []
+        try:
+            while (item := context.run(next, items, None)) is not None:
+                if isinstance(item, float):
+                    self._stop.wait(item)
+                    return Delivery(unit_read, chunks, finished=False) if chunks else None
+                chunks.append(item)
+                if len(chunks) == _CHUNKS_HERE:
+                    return Delivery(unit_read, chunks, finished=False)
+        except BaseException as error:  # noqa: BLE001  delivered with the unit
+            unit_read.error = error
+        with self._lock:
+            self._here, unit_read.finished = None, True
+            self._order.remove(unit_read)
+        return Delivery(unit_read, chunks, finished=True)
 
     def _look(self, now_s: float) -> tuple[UnitRead | None, float]:
         """The unit to deliver, if any, and the time at which the next one may be silent."""
@@ -291,7 +346,7 @@ class Fetcher:
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
             while not self._stop.is_set():
-                if number >= self.active + self._silent:  # each of these has a thread of its own
+                if number >= self._most_threads:
                     self._turn.wait()
                 elif self._todo:
                     self._busy += 1
@@ -374,14 +429,18 @@ class ReadTuner:
                 (int(self._slot["fetched_bytes"]) - self._bytes) / elapsed_s,
                 (float(self._slot["fetch_wait_s"]) - self._waited_s) / elapsed_s,
                 self._most,
-                busy=(time.process_time() - self._worked_s) / elapsed_s,
+                busy=self._busy(elapsed_s),
                 throttled=take_throttled(),
             )
         )
 
+    def _busy(self, elapsed_s: float) -> float:
+        """The processors that the process kept busy in a turn that has lasted `elapsed_s`."""
+        return (time.process_time() - self._worked_s) / max(elapsed_s, 1e-6)
+
     def unit_came(self) -> None:
         """Note that a unit came; under a bandwidth limit only the turns decide."""
-        concurrency = self._concurrency.came(self._most)
+        concurrency = self._concurrency.came(self._most, self._busy(time.monotonic() - self._since_s))
         if concurrency is not self._concurrency and not self._is_limited:
             self._use(concurrency)
 

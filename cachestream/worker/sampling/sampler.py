@@ -39,6 +39,7 @@ from cachestream.worker.units import Unit, UnitRead
 
 _FATAL_REFUSALS: Final = 20
 _QUIET_S: Final = 5.0  # without a byte: then the board says so
+_STEPS: Final = 8  # in which the units of a window are delivered
 _LEFT: Final = 0.75  # of the window: with fewer units in flight, more are asked for
 
 
@@ -93,15 +94,19 @@ class Sampler:
             self._engine.stop()
 
     def _step(self) -> None:
-        begun_s = time.monotonic()
-        delivery = self._fetcher.next(min(BEAT_S, self._writer.due_in_s()))
-        ended_s = time.monotonic()
-        self._slot["fetch_wait_s"] += ended_s - begun_s
-        self._count_cpu()
-        tracing.add("wait", begun_s, ended_s)
-        if delivery is not None:
+        """Wait for a delivery, and take those that are there by then, a few: more units are asked for in time."""
+        timeout_s = min(BEAT_S, self._writer.due_in_s())
+        for _ in range(max(1, self._engine.window // _STEPS)):
+            begun_s = time.monotonic()
+            delivery = self._fetcher.next(timeout_s)
+            ended_s = time.monotonic()
+            self._slot["fetch_wait_s"] += ended_s - begun_s
+            tracing.add("wait", begun_s, ended_s)
+            if delivery is None:
+                break
             self._deliver(delivery)
-            self._arrived_s = time.monotonic()
+            self._arrived_s, timeout_s = time.monotonic(), 0.0
+        self._count_cpu()
         self._engine.tick()
         self._writer.flush_if_due()
 

@@ -45,6 +45,7 @@ def test_small_units_get_more_reads_as_soon_as_they_come_and_large_ones_have_to_
         assert state.active == active
     assert state.came(64).active == 1
     assert Concurrency(2, 1, 100.0).came(64).active == 2, "a trial is not disturbed"
+    assert Concurrency(1, 1).came(64, busy=1.0).active == 1, "a busy process has no latency to hide"
 
 
 def test_as_long_as_nothing_comes_nothing_is_known() -> None:

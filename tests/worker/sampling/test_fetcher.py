@@ -75,9 +75,11 @@ def fetching(
     threads: int = 2,
     max_bytes: int = 100,
     patience_s: float = DEADLINE_S,
+    *,
+    may_read_here: bool = False,
 ) -> Iterator[Fetcher]:
     before = set(threading.enumerate())
-    fetcher = Fetcher(read, threads, max_bytes, lambda _: None, patience_s)
+    fetcher = Fetcher(read, threads, max_bytes, lambda _: None, patience_s, may_read_here=may_read_here)
     try:
         yield fetcher
     finally:
@@ -342,3 +344,50 @@ def test_everything_comes_once_and_in_order_whatever_the_sizes(
             fetcher.submit([unit_read(unit) for unit in range(len(units))[start : start + group]])
         found = drain(fetcher)
     assert found == [(i, list(range(len(sizes))), None) for i, sizes in enumerate(units)]
+
+
+def test_the_caller_reads_one_unit_at_a_time_from_a_disk_and_threads_read_several() -> None:
+    readers: dict[int, threading.Thread] = {}
+
+    def read(unit_read: UnitRead, _number: int) -> Iterator[SampleChunk | float]:
+        readers[unit_read.unit.number] = threading.current_thread()
+        yield chunk(0)
+        yield 0.0  # a pause
+        yield chunk(1)
+        if unit_read.unit.number == 1:
+            raise OSError("unreadable")
+
+    with fetching(read, 1, may_read_here=True) as fetcher:
+        fetcher.submit([unit_read(0), unit_read(1)])
+        first, second = drain_one(fetcher), drain_one(fetcher)
+        assert first == (0, [0, 1], None)
+        assert second[:2] == (1, [0, 1]), "what came before the error is delivered"
+        assert isinstance(second[2], OSError)
+        assert {readers[0], readers[1]} == {threading.current_thread()}
+        fetcher.use(2)
+        fetcher.submit([unit_read(2), unit_read(3)])
+        assert [position for position, *_ in drain(fetcher)] == [2, 3]
+        assert threading.current_thread() not in (readers[2], readers[3])
+        fetcher.use(1)
+        fetcher.submit([unit_read(4)])
+        assert [position for position, *_ in drain(fetcher)] == [4]
+        assert readers[4] is threading.current_thread()
+
+
+def test_a_unit_that_the_caller_reads_comes_piece_by_piece_and_ends_with_a_stop() -> None:
+    goes_on = threading.Event()
+
+    def read(_unit_read: UnitRead, _number: int) -> Iterator[SampleChunk | float]:
+        yield from map(chunk, range(5))
+        goes_on.set()
+        yield DEADLINE_S  # a pause, which the stop ends
+
+    with fetching(read, 1, max_bytes=1, may_read_here=True) as fetcher:
+        fetcher.submit([unit_read(0)])
+        delivery = next_of(fetcher)
+        assert 0 < len(delivery.chunks) < 5, "the caller heeds its messages between"
+        assert not delivery.finished
+        fetcher.stop()
+        while not goes_on.is_set():
+            next_of(fetcher)
+        assert next_of(fetcher).finished
