@@ -27,7 +27,7 @@ They hold for the machine and the commit that are named, and are not all of one:
 
 # The sections of the page, and the benchmarks of each.
 SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Beside other loaders": ("accuracy", "peers"),
+    "Beside other loaders": ("accuracy", "speeds", "peers"),
     "Batches from a cache": ("warm", "small", "ranks", "interpreter", "accelerator"),
     "What is in a batch": ("packing", "photographs", "ragged", "select", "mixture", "plugins"),
     "Large caches": ("scale", "beyond", "locality"),

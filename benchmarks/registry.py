@@ -538,6 +538,13 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         ),
         plot="../docs/scale-out.png",
     ),
+    "speeds": Benchmark(
+        "Accuracy by the speed of the remote",
+        "The network, the views and the loaders from above, each for 20 s, from a remote that gives a tenth of what the trainer could "
+        "take (10 MB/s) up to twice as much; 48,000 views.",
+        command='make bench-accuracy ACCURACY_ARGS="--speeds 0.1,0.3,1,2 --seconds 20 --seeds 1 --save"',
+        plot="../docs/remote-speeds.png",
+    ),
     "peers": Benchmark(
         "Other loaders",
         "A: 8,192 samples of 128 KiB, batch 64, GB/s. B: 60,000 samples of 784 bytes with a label, batch 256, thousand samples/s. "

@@ -4,12 +4,16 @@ The same small network, from the same weights, on the same views (the demo's: wh
 the same S3 server behind the same limit, for the same time, once with each loader: held-out accuracy against
 wall-clock. The trainer could take about ten times what the remote gives, and the remote holds more than twice what can be
 fetched in the budget. Loaders take turns, a process for each run. `--draw FILE.jsonl` takes what was measured before.
+
+With `--speeds 0.1,0.3,1,2` (of what the trainer takes) the remote is as fast as each of these in turn: accuracy and
+samples trained on against its speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +29,7 @@ from typing import Final
 from benchmarks.measure import scratch
 from benchmarks.page import matrix
 from benchmarks.peers.accuracy.entries import ENTRIES, Entry
-from benchmarks.peers.accuracy.show import Run, draw, figures_of
+from benchmarks.peers.accuracy.show import Run, draw, draw_sweep, figures_of, figures_of_sweep
 from benchmarks.peers.accuracy.train import Outcome, Settings
 from benchmarks.peers.accuracy.views import SHARD_SAMPLES
 from benchmarks.record import ROOT, save
@@ -33,13 +37,16 @@ from cachestream.demo.data import PLACES, make_remote
 from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
 
-BYTES_PER_S: Final = 1_000_000
+TRAINER_BYTES_PER_S: Final = 10_000_000  # about what the trainer could take
+SPEED: Final = 0.1  # of the remote, of that
 VIEW_BYTES: Final = 4362  # on average
 FETCHABLE: Final = 2.2  # the views are so many times what comes in the budget
+MOST_VIEWS: Final = 48_000
 HELD_OUT: Final = 10 * PLACES
 SPARE_S: Final = 300.0  # for imports and for working the accuracy out, also where others use the machine
 OUTPUT: Final = Path("benchmarks/output")
 PLOT: Final = ROOT / "docs" / "time-to-accuracy.png"
+SWEEP_PLOT: Final = ROOT / "docs" / "remote-speeds.png"
 
 
 def _outcome(command: list[str], timeout_s: float, folder: Path) -> Outcome | None:
@@ -63,7 +70,13 @@ def _outcome(command: list[str], timeout_s: float, folder: Path) -> Outcome | No
 
 
 def _run(
-    entry: Entry, seed: int, seconds: float, server: S3Server, proxy: FaultyProxy, views: Path
+    entry: Entry,
+    seed: int,
+    seconds: float,
+    speed: float,
+    server: S3Server,
+    proxy: FaultyProxy,
+    views: Path,
 ) -> Run | None:
     shards = len(list(server.bucket("tars").iterdir()))
     with scratch() as folder:
@@ -86,30 +99,31 @@ def _run(
         return None
     fetched = sum(nbytes for at_s, nbytes in list(proxy.sent) if at_s >= begun_s)
     print(
-        f"{entry.title}, seed {seed}: first batch {outcome.first_batch_s:.1f} s, {outcome.samples} samples, "
+        f"{entry.title}, speed {speed:g}, seed {seed}: first batch {outcome.first_batch_s:.1f} s, {outcome.samples} samples, "
         f"waiting {outcome.waited:.0%}, {fetched / 1e6:.0f} MB, accuracy {outcome.accuracy[-1]:.3f}",
         file=sys.stderr,
         flush=True,
     )
-    return Run(entry.title, seed, fetched, outcome)
+    return Run(entry.title, seed, fetched, outcome, speed)
 
 
 _MODULE: Final = [sys.executable, "-m", "benchmarks.peers.accuracy.train"]
 
 
-def measure(entries: Sequence[Entry], seeds: int, seconds: float) -> Iterator[Run]:
-    """Every run that came to its end, the loaders in turn for each seed."""
+def measure(entries: Sequence[Entry], seeds: int, seconds: float, speeds: Sequence[float]) -> Iterator[Run]:
+    """Every run that came to its end, the loaders in turn for each speed and seed."""
     with scratch() as folder, run_s3_server(folder / "s3", fresh=False) as server:
-        samples = int(FETCHABLE * seconds * BYTES_PER_S / VIEW_BYTES) // SHARD_SAMPLES * SHARD_SAMPLES
+        fetchable = int(FETCHABLE * seconds * max(speeds) * TRAINER_BYTES_PER_S / VIEW_BYTES)
+        samples = min(fetchable, MOST_VIEWS) // SHARD_SAMPLES * SHARD_SAMPLES
         print(f"writing {samples} views", file=sys.stderr, flush=True)
         make_remote(folder / "views", max(samples, PLACES), HELD_OUT)
         for module in dict.fromkeys(["tars", *(entry.prepared_by for entry in entries)]):
             prepare = [*_MODULE, "prepare", module, str(folder / "views"), str(server.root)]
             subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
-        with run_proxy(server.port, bytes_per_s=BYTES_PER_S) as proxy:
-            for seed in range(seeds):
+        for speed, seed in itertools.product(speeds, range(seeds)):
+            with run_proxy(server.port, bytes_per_s=speed * TRAINER_BYTES_PER_S) as proxy:
                 for entry in entries:
-                    run = _run(entry, seed, seconds, server, proxy, folder / "views")
+                    run = _run(entry, seed, seconds, speed, server, proxy, folder / "views")
                     if run is not None:
                         yield run
 
@@ -119,6 +133,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="the budget of a run")
     parser.add_argument("--only", default="", help="parts of the names of loaders, separated by commas")
+    parser.add_argument("--speeds", default="", help="those of the remote, of what the trainer takes")
     parser.add_argument("--draw", type=Path, nargs="+", help="measure nothing; draw the runs in these files")
     parser.add_argument(
         "--save", action="store_true", help="keep the figures in benchmarks/results, the plot in docs"
@@ -133,17 +148,20 @@ def main() -> None:
         entries = [entry for entry in ENTRIES if any(part in entry.title for part in parts)]
         runs = []
         with options.output.with_suffix(".jsonl").open("w") as kept:
-            for run in measure(entries, options.seeds, options.seconds):
+            speeds = [float(speed) for speed in filter(None, options.speeds.split(","))]
+            for run in measure(entries, options.seeds, options.seconds, speeds or [SPEED]):
                 runs.append(run)
                 kept.write(run.to_json() + "\n")
                 kept.flush()
-    draw(runs, options.output)
+    is_sweep = len({run.speed for run in runs}) > 1
+    (draw_sweep if is_sweep else draw)(runs, options.output)
     print(f"wrote {options.output}")
-    figures = figures_of(runs)
+    figures = (figures_of_sweep if is_sweep else figures_of)(runs)
     print("\n".join(matrix(figures)))
     if options.save:
-        shutil.copyfile(options.output, PLOT)
-        print(f"wrote {save('accuracy', figures)} and {PLOT}")
+        name, plot = ("speeds", SWEEP_PLOT) if is_sweep else ("accuracy", PLOT)
+        shutil.copyfile(options.output, plot)
+        print(f"wrote {save(name, figures)} and {plot}")
 
 
 if __name__ == "__main__":

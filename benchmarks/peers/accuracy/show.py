@@ -17,7 +17,7 @@ from benchmarks.peers.accuracy.entries import ENTRIES, OURS, Entry
 from benchmarks.peers.accuracy.train import Outcome
 from benchmarks.record import Figures
 
-__all__ = ["Run", "draw", "figures_of", "final", "reached_s"]
+__all__ = ["Run", "draw", "draw_sweep", "figures_of", "figures_of_sweep", "final", "reached_s"]
 
 LAST: Final = 5  # the final accuracy is the mean of so many last ones
 IN_A_ROW: Final = 3  # an accuracy is reached where so many in a row are at it
@@ -25,12 +25,16 @@ IN_A_ROW: Final = 3  # an accuracy is reached where so many in a row are at it
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one loader; `fetched_bytes` is what went through the proxy meanwhile."""
+    """One run of one loader; `fetched_bytes` is what went through the proxy meanwhile.
+
+    `speed` is that of the remote, of what the trainer could take.
+    """
 
     title: str
     seed: int
     fetched_bytes: int
     outcome: Outcome
+    speed: float = 0.1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -38,7 +42,7 @@ class Run:
     @classmethod
     def from_json(cls, line: str) -> Run:
         told = json.loads(line)
-        return cls(told["title"], told["seed"], told["fetched_bytes"], Outcome(**told["outcome"]))
+        return cls(**{**told, "outcome": Outcome(**told["outcome"])})
 
 
 def final(outcome: Outcome) -> float:
@@ -78,6 +82,45 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure.legend(frameon=False, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_sweep(runs: Sequence[Run], path: Path) -> None:
+    """Write the picture of runs at several speeds: accuracy and samples trained on, a line for each loader."""
+    mpl.use("Agg")
+    figure, (accuracy, samples) = plt.subplots(1, 2, figsize=(9.5, 4.8), layout="constrained")
+    for entry, group in _shown(runs):
+        speeds = sorted({run.speed for run in group})
+        at = [[run for run in group if run.speed == speed] for speed in speeds]
+        label = entry.title.replace("`", "")
+        final_ones = [100 * statistics.mean(final(run.outcome) for run in some) for some in at]
+        trained = [statistics.mean(run.outcome.samples for run in some) for some in at]
+        accuracy.plot(speeds, final_ones, entry.line, color=entry.colour, marker="o", label=label)
+        samples.plot(speeds, trained, entry.line, color=entry.colour, marker="o")
+    accuracy.set_ylabel("accuracy on held-out views in the end, %")
+    samples.set_ylabel("samples trained on")
+    accuracy.set_ylim(0, 100)
+    samples.set_ylim(bottom=0)
+    for axes in (accuracy, samples):
+        axes.set_xscale("log")
+        ticks = sorted({run.speed for run in runs})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("speed of the remote, of what the trainer takes")
+        axes.grid(visible=True, alpha=0.25)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def figures_of_sweep(runs: Sequence[Run]) -> Figures:
+    """A row for each loader; accuracy and samples trained on at each speed of the remote."""
+    found: Figures = {}
+    for entry, group in _shown(runs):
+        for speed in sorted({run.speed for run in group}):
+            some = [run for run in group if run.speed == speed]
+            found[f"{entry.title} / accuracy at {speed:g}, %"] = [100 * final(run.outcome) for run in some]
+            found[f"{entry.title} / samples at {speed:g}"] = [float(run.outcome.samples) for run in some]
+    return found
 
 
 def figures_of(runs: Sequence[Run]) -> Figures:
