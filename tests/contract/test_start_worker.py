@@ -276,7 +276,8 @@ def test_a_script_without_a_guard_and_a_session_give_their_own_classes_and_closu
             assert output == "20\n", errors
     for path in (script, session):
         with cs.Cache(path.with_suffix("")) as cache:
-            assert (cache.has_worker(), cache.fill_state()) == (False, "complete"), "it goes with its script"
+            until(lambda: not cache.has_worker(), "the worker goes with its script")
+            assert cache.fill_state() == "complete"
             with cache.snapshot() as dataset:
                 assert sorted(dataset[:]["y"].tolist()) == [6 * n * n for n in range(20)]
 
