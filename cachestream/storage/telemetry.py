@@ -29,6 +29,9 @@ from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unhel
 from cachestream.storage.os_errors import translated_disk_errors
 
 READS_AT_ONCE: Final = 64  # units that one process reads at once, at most
+MAIN: Final = (
+    READS_AT_ONCE  # the place of the main thread among the reads, after those of the fetching threads
+)
 PROCESSES_AT_MOST: Final = 128
 
 # State of a sampling process.
@@ -66,8 +69,8 @@ _SLOT: Final = np.dtype(
         ("pass_id", "<i8"),
         ("bandwidth_bytes_per_s", "<f8"),  # the limit of the worker, 0: none
         ("transforming", "<i8"),  # position + 1 of the unit being transformed, 0: none
-        ("reads", "<i8", (READS_AT_ONCE,)),  # positions + 1 being read, 0: none
-        ("read_beats_s", "<f8", (READS_AT_ONCE,)),  # monotonic time of the last progress of each
+        ("reads", "<i8", (READS_AT_ONCE + 1,)),  # positions + 1 being read, 0: none
+        ("read_beats_s", "<f8", (READS_AT_ONCE + 1,)),  # monotonic time of the last progress of each
         ("silence", "S256"),  # the last message about a remote that does not answer and blocks all, or empty
         ("refusal", "S256"),  # the disk's error for the last write, UTF-8; empty once one succeeds
     ]

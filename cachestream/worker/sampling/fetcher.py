@@ -15,7 +15,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from cachestream.storage.telemetry import READS_AT_ONCE, Slot
+from cachestream.storage.telemetry import MAIN, READS_AT_ONCE, Slot
 from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.units import Stall, UnitRead
@@ -29,7 +29,6 @@ REST_TURNS: Final = 30
 RECOVERY_TURNS: Final = 3  # about a second between two increases after a slow-down
 KEEP: Final = 0.95  # of the rate: half as many reads are kept if they bring so much
 _TICK_S: Final = 0.5
-_HERE: Final = READS_AT_ONCE - 1  # the number of the caller's thread, which no other has
 _CHUNKS_HERE: Final = 2  # a unit of one chunk comes with its end
 BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpreter
 
@@ -121,7 +120,7 @@ class Delivery:
     finished: bool
 
 
-# The second argument is the thread's number. Yields samples, and pauses in seconds: see `UnitReader.read`.
+# The second argument is the thread's number, MAIN for the caller's. Yields samples, and pauses in seconds: see `UnitReader.read`.
 ReadUnit = Callable[[UnitRead, int], Iterator[SampleChunk | float]]
 
 
@@ -173,7 +172,7 @@ class Fetcher:
     def _most_threads(self) -> int:
         """The threads that may read now: those of silent units are needed besides."""
         reading = 0 if self._may_read_here and self.active == 1 else self.active
-        return min(_HERE, reading + self._silent)
+        return min(READS_AT_ONCE, reading + self._silent)
 
     def _start_threads(self) -> None:
         """Start the threads that are missing."""
@@ -259,7 +258,7 @@ class Fetcher:
                 return False
             unit_read = self._todo.popleft()
             unit_read.heard_s = time.monotonic()
-            self._here = unit_read, self._read(unit_read, _HERE), copy_context()
+            self._here = unit_read, self._read(unit_read, MAIN), copy_context()
             return True
 
     def _read_here(self) -> Delivery | None:

@@ -21,7 +21,7 @@ from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.sources.mix import MixSource
 from cachestream.sources.token_windows import PackedSource
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.telemetry import Slot
+from cachestream.storage.telemetry import MAIN, Slot
 from cachestream.transport import metering
 from cachestream.transport.driver import LateCallsError
 from cachestream.transport.metering import Throttle
@@ -250,13 +250,16 @@ class FetchMeter:
 
     def beat(self, number: int) -> None:
         """Show that thread `number` is alive."""
-        self.slot["read_beats_s"][number] = time.monotonic()
+        self.slot["read_beats_s"][number] = now_s = time.monotonic()
+        if number == MAIN:
+            self.slot["beat_s"] = now_s
 
     def beat_now_and_then(self) -> None:
         """Show that this thread is alive, every millisecond at most."""
         account = _account()
         if (now_s := time.monotonic()) - account.beat_s >= _BEAT_S:
-            self.slot["read_beats_s"][account.number] = account.beat_s = now_s
+            account.beat_s = now_s
+            self.beat(account.number)
 
     @property
     def has_fetched(self) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.sources.base import Rows, Source
-from cachestream.storage.telemetry import private_slot
+from cachestream.storage.telemetry import MAIN, private_slot
 from cachestream.transport import metering
 from cachestream.transport.driver import LateCallsError
 from cachestream.worker.order import END, Offsets, PassPlan, is_covered
@@ -98,3 +98,15 @@ def test_a_process_whose_calls_never_return_ends_and_tries_no_further() -> None:
     with pytest.raises(LateCallsError):
         list(reader.read(UnitRead(Unit(0, 0, 0, ())), 0))
     assert stop.is_set()
+
+
+@pytest.mark.parametrize("number", [0, MAIN])
+def test_a_reading_thread_shows_life_and_the_main_thread_as_itself_too(number: int) -> None:
+    slot = private_slot()
+    reader = UnitReader(Counted(), FetchMeter(slot), threading.Event(), hang_timeout_s=30.0)
+    reader.plan = PassPlan("sequential", 0, 0, 1, "", 1)
+    assert list(reader.read(UnitRead(Unit(0, 0, 0, ())), number))
+    assert slot["read_beats_s"][number] > 0
+    assert (slot["beat_s"] > 0) == (number == MAIN), (
+        "it reads by itself, and has no time to show life otherwise"
+    )
