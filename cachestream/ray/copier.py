@@ -40,7 +40,7 @@ _LINE_CHARS: Final = 200
 
 @dataclass(slots=True)
 class _Fetch:
-    """A shard under way, into a reservation of this cache, without the samples at the `unwanted` positions."""
+    """A shard under way into a reservation of this cache, without the samples at `unwanted` positions."""
 
     shard: HeldShard
     unwanted: Collection[int]

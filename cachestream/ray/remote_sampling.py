@@ -38,7 +38,7 @@ from cachestream.worker.job import Job, Payload
 from cachestream.worker.messages import FillStatus
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling import sampler
-from cachestream.worker.sampling.encode import SampleChunk, Table
+from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.fetcher import Delivery
 from cachestream.worker.sampling.shard_writer import QuarantinedError
 from cachestream.worker.units import Stall, UnitRead
@@ -51,7 +51,6 @@ MOST_DEATHS: Final = 3  # of actors that start, or that read the same unit alone
 _WINDOW: Final = 2  # units submitted ahead, in multiples of those that the actors have
 _UNIT_S, _UNIT_BYTES = 0.25, 1 << 20  # assumed of the first unit
 _MEMORY: Final = 0.7  # of the last estimate, in a moving average
-_SCHEMAS: Final = 256
 _GET_S: Final = 10.0
 _TICK_S: Final = 0.05
 _ABSENT_S: Final = 5.0
@@ -97,7 +96,6 @@ class RemoteFetcher:
         # Units to be read alone, each with the deaths of actors that had only this one.
         self._suspects: dict[UnitRead, int] = {}
         self._unit_bytes = float(_UNIT_BYTES)
-        self._schemas: dict[Schema, Schema] = {}
         self._woken = threading.Event()
         self._plan = ""
         self.actors = [self._new_actor() for _ in range(options.num_actors)]
@@ -286,7 +284,7 @@ class RemoteFetcher:
         for name, growth in zip(COUNTERS, result.counters, strict=True):
             self._slot[name] += growth
         for positions, chunk in result.chunks:
-            for position, part in chunks_of_units(positions, self._arrived(chunk)):
+            for position, part in chunks_of_units(positions, arrived(chunk)):
                 actor.nbytes += part.nbytes
                 unit_read = actor.units[position]
                 unit_read.received(part)
@@ -294,14 +292,6 @@ class RemoteFetcher:
         for position, failure in result.ends:
             self._end(actor.units.pop(position), None if failure is None else failure.error())
         self._learn(actor, result)
-
-    def _arrived(self, chunk: SampleChunk) -> SampleChunk:
-        if not isinstance(chunk.samples, Table):
-            return chunk
-        if len(self._schemas) > _SCHEMAS:  # of fields whose shapes vary
-            self._schemas.clear()
-        schema = self._schemas.setdefault(chunk.samples.schema, chunk.samples.schema)
-        return replace(chunk, samples=arrived(chunk.samples, schema))
 
     def _learn(self, actor: PooledActor, result: ReadResult) -> None:
         """Learn from the units that have ended how long one takes, and how large it is."""
