@@ -42,7 +42,7 @@ from cachestream.cli.arguments import (
 )
 from cachestream.cli.facts import one_line
 from cachestream.cli.main import PROBLEM
-from cachestream.config import format_size, parse_size
+from cachestream.config import format_size, parse_size, require
 from cachestream.errors import ConfigError
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
@@ -474,7 +474,7 @@ def plan(
     limits = {"seconds": seconds, "workers": workers, "on_progress": display.say}
     stages = _import_late("tools.diagnose").diagnose(redact(source), opener, function, **limits).stages
     planning = _import_late("tools.forecast")
-    planned = planning.Plan.of(planning.setup_of(stages, samples, link, **run), stages, price_per_gb)
+    planned = planning.RunPlan.of(planning.setup_of(stages, samples, link, **run), stages, price_per_gb)
     display.show(planned, as_json=json)
     if output is not None:
         plot_forecast(planned.forecast, output, redact(source))
@@ -499,13 +499,7 @@ def dashboard(
     Prints the URL of the page and serves it until Ctrl-C, with metrics for Prometheus at /metrics. It only
     reads. Needs the extra 'dashboard'.
     """
-    try:
-        server = _import_late("dashboard.server")
-    except ImportError as error:
-        raise ConfigError(
-            f"the dashboard needs {error.name}, which is not installed; run: "
-            "pip install 'cachestream[dashboard]'"
-        ) from error
+    server = require("cachestream.dashboard.server", "dashboard", "the dashboard")
     for path in caches:
         _open(path).close()
     shown = server.Dashboard(caches, host, port, token)

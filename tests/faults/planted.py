@@ -388,7 +388,7 @@ FAULTS: Final = (
           expression("Stages.seconds", "many.each(many.spent.transform_s)"), becomes("0.0"),
           "test_commands_that_look_ahead.py::test_the_verdict_names_the_stage_that_holds_the_filling_up"),
     Fault("the price of a plan is of what is fetched",
-          expression("Plan.of", "forecast.fetched_bytes / 1e9 * price_per_gb"),
+          expression("RunPlan.of", "forecast.fetched_bytes / 1e9 * price_per_gb"),
           becomes("forecast.fetched_bytes / 1e9"),
           "test_commands_that_look_ahead.py::test_a_run_is_forecast_with_its_egress_its_price_and_a_picture"),
     Fault("a shard that comes back different is refused",
