@@ -34,7 +34,6 @@ from cachestream.cli.arguments import (
     TraceOption,
     TransformOption,
     WorkersOption,
-    begin_trace,
     finite,
     load,
     pairs_of,
@@ -50,6 +49,7 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import read_history
 from cachestream.tools.plots import figure_class, plot_forecast, plot_growth
+from cachestream.tracing import Trace
 from cachestream.transport.remote_errors import redact
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
@@ -151,7 +151,8 @@ def worker(
     """
     if detach and trace is not None:
         raise ConfigError("--trace writes its file when the command ends: leave --detach out")
-    begin_trace(context, trace)
+    if trace is not None:
+        context.with_resource(Trace(trace))
     function = load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     options: dict[str, Any] = {
@@ -364,7 +365,8 @@ def bench(
     Measures it alone, with your batch transform, and onto the accelerator, beside memcpy.
     """
     function = load(batch_transform, "--batch-transform")
-    begin_trace(context, trace)
+    if trace is not None:
+        context.with_resource(Trace(trace))
     with _open(cache) as filled:
         report = _import_late("tools.bench").bench(filled, batch_size, seconds, function)
     display.show(report, as_json=json)
