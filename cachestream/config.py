@@ -29,10 +29,8 @@ def require(module: str, extra: str, what: str) -> Any:
     try:
         found: ModuleType = importlib.import_module(module)
     except ImportError as error:
-        missing = error.name or module
         raise ConfigError(
-            f"{what} needs {module.partition('.')[0]} ({missing} is missing): pip install "
-            f"'cachestream[{extra}]'"
+            f"{what} needs {error.name or module}: pip install 'cachestream[{extra}]'"
         ) from error
     return found
 

@@ -48,16 +48,12 @@ class ColumnData:
 
 @dataclass(frozen=True, slots=True)
 class ShardContent:
-    """The content of one shard. `fill` describes the part of the remote that it holds (JSON values).
-
-    `header`: that of the file that the content comes from, if there is one.
-    """
+    """The content of one shard. `fill` describes the part of the remote that it holds (JSON values)."""
 
     schema: Schema
     num_samples: int
     columns: tuple[ColumnData, ...]
     fill: Mapping[str, Any]
-    header: bytes = b""
 
     @property
     def data_bytes(self) -> int:
@@ -77,8 +73,6 @@ class Column:
 
 def encode_header(content: ShardContent) -> bytes:
     """The bytes before the data: length, JSON, padded so that the data starts at a multiple of 64."""
-    if content.header:
-        return content.header
     text, checksum = _header(content)
     blank = (_HEADER_HASH % _BLANK_HASH).encode()
     text = text.replace(blank, (_HEADER_HASH % checksum).encode(), 1)
@@ -166,17 +160,6 @@ class ShardData:
             data = self._bytes[column.offset : column.offset + column.nbytes]
             if xxhash.xxh3_64_hexdigest(data.data) != self.checksums.get(name):
                 raise ValueError(f"checksum mismatch in column '{name}'")
-
-    def content(self) -> ShardContent:
-        """The content of the shard, to be written to another file of the same bytes."""
-        columns = tuple(
-            ColumnData(
-                column.name, "", column.shape, self._bytes[column.offset : column.offset + column.nbytes]
-            )
-            for column in self.columns.values()
-        )
-        header = self._bytes[: self.size_bytes - sum(len(column.data) for column in columns)].tobytes()
-        return ShardContent(self.schema, self.num_samples, columns, self.fill, header)
 
     def take(self, rows: npt.NDArray[np.int64], fill: Mapping[str, Any]) -> ShardContent:
         """The content of a shard that has only the samples `rows`, int64 `[n]`, at least one."""

@@ -16,10 +16,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from cachestream.errors import ConfigError
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["trace"]
-
-Item = TypeVar("Item")
 
 _FLUSH_S: Final = 0.5
 SHORTEST_S: Final = 100e-6  # of an event, which costs about 2.5e-6 s
@@ -149,19 +147,6 @@ def _span(name: str, args: dict[str, int]) -> Iterator[None]:
         yield
     finally:
         add(name, began_s, time.monotonic(), **args)
-
-
-def each(name: str, items: Iterable[Item], **args: int) -> Iterable[Item]:
-    """The items; if this process is traced, record as `name` the time that each takes to come."""
-    return items if _recorder is None else _each(name, items, args)
-
-
-def _each(name: str, items: Iterable[Item], args: dict[str, int]) -> Iterator[Item]:
-    iterator, began_s = iter(items), time.monotonic()
-    for item in iterator:
-        add(name, began_s, time.monotonic(), **args)
-        yield item
-        began_s = time.monotonic()
 
 
 def folder() -> str:

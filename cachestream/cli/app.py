@@ -34,7 +34,6 @@ from cachestream.cli.arguments import (
     TraceOption,
     TransformOption,
     WorkersOption,
-    begin_trace,
     finite,
     load,
     pairs_of,
@@ -42,7 +41,7 @@ from cachestream.cli.arguments import (
 )
 from cachestream.cli.facts import one_line
 from cachestream.cli.main import PROBLEM
-from cachestream.config import format_size, parse_size
+from cachestream.config import format_size, parse_size, require
 from cachestream.errors import ConfigError
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
@@ -50,6 +49,7 @@ from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import read_history
 from cachestream.tools.plots import figure_class, plot_forecast, plot_growth
+from cachestream.tracing import Trace
 from cachestream.transport.remote_errors import redact
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
@@ -151,7 +151,8 @@ def worker(
     """
     if detach and trace is not None:
         raise ConfigError("--trace writes its file when the command ends: leave --detach out")
-    begin_trace(context, trace)
+    if trace is not None:
+        context.with_resource(Trace(trace))
     function = load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     options: dict[str, Any] = {
@@ -364,7 +365,8 @@ def bench(
     Measures it alone, with your batch transform, and onto the accelerator, beside memcpy.
     """
     function = load(batch_transform, "--batch-transform")
-    begin_trace(context, trace)
+    if trace is not None:
+        context.with_resource(Trace(trace))
     with _open(cache) as filled:
         report = _import_late("tools.bench").bench(filled, batch_size, seconds, function)
     display.show(report, as_json=json)
@@ -474,7 +476,7 @@ def plan(
     limits = {"seconds": seconds, "workers": workers, "on_progress": display.say}
     stages = _import_late("tools.diagnose").diagnose(redact(source), opener, function, **limits).stages
     planning = _import_late("tools.forecast")
-    planned = planning.Plan.of(planning.setup_of(stages, samples, link, **run), stages, price_per_gb)
+    planned = planning.RunPlan.of(planning.setup_of(stages, samples, link, **run), stages, price_per_gb)
     display.show(planned, as_json=json)
     if output is not None:
         plot_forecast(planned.forecast, output, redact(source))
@@ -499,13 +501,7 @@ def dashboard(
     Prints the URL of the page and serves it until Ctrl-C, with metrics for Prometheus at /metrics. It only
     reads. Needs the extra 'dashboard'.
     """
-    try:
-        server = _import_late("dashboard.server")
-    except ImportError as error:
-        raise ConfigError(
-            f"the dashboard needs {error.name}, which is not installed; run: "
-            "pip install 'cachestream[dashboard]'"
-        ) from error
+    server = require("cachestream.dashboard.server", "dashboard", "the dashboard")
     for path in caches:
         _open(path).close()
     shown = server.Dashboard(caches, host, port, token)

@@ -17,7 +17,6 @@ import typer
 
 from cachestream.errors import ConfigError
 from cachestream.sources.open import open_source
-from cachestream.tracing import Trace
 
 _PIXELS: Final = re.compile(r"(\d+)(?:x(\d+))?")
 
@@ -58,12 +57,6 @@ def source_of(
     is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
     what = load(text, "SOURCE") if is_name and not os.path.exists(text) else text
     return open_source(what, **options)
-
-
-def begin_trace(context: typer.Context, path: Path | None) -> None:
-    """Trace the command from here to its end into `path`, if there is one."""
-    if path is not None:
-        context.with_resource(Trace(path))
 
 
 def pairs_of(pairs: Sequence[str], what: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ views of each place, so accuracy follows the number of samples cached.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
+from cachestream.config import require
 from cachestream.errors import ConfigError
 
 TRAIN: Final = "train"
@@ -61,13 +61,7 @@ def shrink(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _photographs() -> list[Image.Image]:
-    spec = importlib.util.find_spec("skimage")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "the demo trains on photographs that scikit-image ships, which is not installed; "
-            "run: pip install 'cachestream[demo]'"
-        )
-    folder = Path(spec.origin).parent / "data"
+    folder = Path(require("skimage", "demo", "the demo").__file__).parent / "data"
     photographs = [Image.open(folder / name).convert("RGB") for name in PHOTOGRAPHS]
     for photograph in photographs:
         photograph.thumbnail(LARGEST)

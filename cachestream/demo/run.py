@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -17,12 +16,13 @@ from typing import Final
 
 from cachestream.config import format_size
 from cachestream.demo.data import PLACES, SIDE, make_remote
-from cachestream.errors import ConfigError, EpochError, WorkerError
+from cachestream.errors import ConfigError, EpochError
 from cachestream.storage.cache import Cache
 from cachestream.storage.recovery import VerifyReport
 from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
 from cachestream.tools.plots import figure_class, plot_growth
+from cachestream.worker.worker import Worker
 
 RANKS: Final = 2
 CACHE: Final = "cache"
@@ -129,7 +129,7 @@ def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> 
                     epochs.append(event)
                     _say(str(event))
         finally:
-            _wait_for_worker(cache)
+            Worker(cache, None, None).stop(_END_S)  # it ends after the ranks: then its cache can be removed
         accuracy = [(event.time_s, event.accuracy) for event in epochs]
         history = read_history(cache.directory.worker_file("history"))
         plot_growth(history, folder / PLOT, _TITLE, accuracy)
@@ -201,12 +201,3 @@ def train_ranks(
                 ranks.wait(_END_S)
             except TimeoutExpired:
                 ranks.kill()  # its ranks end at their next report, or when they miss each other
-
-
-def _wait_for_worker(cache: Cache) -> None:
-    """Wait for the worker, which ends after the ranks: then its cache can be removed."""
-    deadline_s = time.monotonic() + _END_S
-    while cache.has_worker():
-        if time.monotonic() > deadline_s:
-            raise WorkerError(f"the worker of {cache.path} has not ended within {_END_S:.0f} s")
-        time.sleep(0.05)

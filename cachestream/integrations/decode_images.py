@@ -60,8 +60,8 @@ class DecodeImages:
         values = batch[self._field]
         if not isinstance(values, list) or not all(isinstance(value, bytes) for value in values):
             raise ConfigError(
-                f"decode_images(field={self._field!r}): the field is no list of bytes; keep the bytes of files in the cache "
-                f"by open_source(decoders={{{self._field!r}: 'raw'}})"
+                f"decode_images(field={self._field!r}): the field is no list of bytes; keep the bytes of "
+                f"files in the cache by open_source(decoders={{{self._field!r}: 'raw'}})"
             )
         return {
             **batch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cachestream.config import require
 from cachestream.errors import ConfigError, SourceUnavailableError
 
 NAMESPACE: Final = "cachestream"
@@ -20,12 +20,7 @@ _FIND: Final = "import ray; ray.init(address='auto', log_to_driver=False, loggin
 
 def import_ray() -> Any:
     """The module `ray`; raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(
-            f"engine='ray' and share= need Ray ({error}): pip install 'cachestream[ray]'"
-        ) from error
+    return require("ray", "ray", "a worker with engine='ray' or share=")
 
 
 def check_actor_options(options: Mapping[str, Any]) -> None:

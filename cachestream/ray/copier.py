@@ -40,7 +40,7 @@ _LINE_CHARS: Final = 200
 
 @dataclass(slots=True)
 class _Fetch:
-    """A shard under way, into a reservation of this cache, without the samples at the `unwanted` positions."""
+    """A shard under way into a reservation of this cache, without the samples at `unwanted` positions."""
 
     shard: HeldShard
     unwanted: Collection[int]
@@ -200,7 +200,7 @@ def without(shard: ShardData, positions: Collection[int]) -> tuple[ShardContent,
     """
     spans = spans_of(shard.fill["spans"])
     if not positions:
-        return shard.content(), spans
+        return shard.take(np.arange(shard.num_samples), shard.fill), spans
     ends = np.array(shard.fill.get("ends", ()), np.int64).reshape(-1, 2)
     counts, stays = np.diff(ends[:, 1], prepend=0), ~np.isin(ends[:, 0], list(positions))
     rows = np.flatnonzero(np.repeat(stays, np.maximum(0, counts)))

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError, WorkerError
-from cachestream.schema import Schema
 from cachestream.sources.registry import expect_decoders
 from cachestream.storage.layout import Directory
 from cachestream.storage.telemetry import private_slot
@@ -129,15 +128,18 @@ def for_travel(tables: Sequence[Table]) -> Table:
     return Table(tables[0].schema, keys, tuple(columns))  # type: ignore[arg-type]
 
 
-def arrived(table: Table, schema: Schema) -> Table:
-    """The table that has travelled; `schema` is equal to its own."""
-    columns = []
-    for field, one in zip(schema.fields, table.columns, strict=True):
+def arrived(chunk: SampleChunk) -> SampleChunk:
+    """The chunk that has travelled."""
+    table = chunk.samples
+    if not isinstance(table, Table):
+        return chunk
+    columns: list[Any] = []
+    for field, one in zip(table.schema.fields, table.columns, strict=True):
         if isinstance(one, _RaggedColumn):
             columns.append(one.column() if field.shape is None else one.data.reshape(len(table), -1))
         else:
             columns.append(one)
-    return Table(schema, table.keys, tuple(columns))
+    return replace(chunk, samples=Table(table.schema, table.keys, tuple(columns)))
 
 
 def chunks_of_units(positions: Sequence[int], chunk: SampleChunk) -> Iterator[tuple[int, SampleChunk]]:
@@ -347,7 +349,8 @@ class ReadActor:
         if self._error is not None:
             raise self._error
         object_limit.set_cache_limit(limit_bytes)
-        return self._reader.read(_parsed(plan) if plan else None, pickle.loads(units))  # noqa: S301  of the dispatcher
+        rest = pickle.loads(units)  # noqa: S301  of the dispatcher
+        return self._reader.read(_parsed(plan) if plan else None, rest)
 
 
 _parsed = functools.lru_cache(maxsize=4)(PassPlan.from_json)

@@ -4,9 +4,6 @@ The process packs and writes shards, as a local one does; reading, transforming 
 actors (`read_actor`). Each actor has some units, and two calls under way, which return what has come of
 these. An actor that dies, is cut off or hangs is replaced, and its units are read again, each alone in an
 actor, so that the next death has one cause.
-
-At the end of a pass an idle actor reads what a slow one has left, too, and what comes first counts: backup
-tasks (Dean and Ghemawat, "MapReduce: Simplified Data Processing on Large Clusters", OSDI 2004).
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import signal
 import socket
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -42,7 +38,7 @@ from cachestream.worker.job import Job, Payload
 from cachestream.worker.messages import FillStatus
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling import sampler
-from cachestream.worker.sampling.encode import SampleChunk, Table
+from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.fetcher import Delivery
 from cachestream.worker.sampling.shard_writer import QuarantinedError
 from cachestream.worker.units import Stall, UnitRead
@@ -52,12 +48,9 @@ AHEAD_S: Final = 2.0  # of an actor's work, and bytes: the units that it has
 AHEAD_BYTES: Final = 16 << 20
 MOST_UNITS: Final = 512
 MOST_DEATHS: Final = 3  # of actors that start, or that read the same unit alone
-BACKUP_S: Final = 2.0
-BACKUP_FACTOR: Final = 4.0  # of the usual time of a unit
 _WINDOW: Final = 2  # units submitted ahead, in multiples of those that the actors have
 _UNIT_S, _UNIT_BYTES = 0.25, 1 << 20  # assumed of the first unit
 _MEMORY: Final = 0.7  # of the last estimate, in a moving average
-_SCHEMAS: Final = 256
 _GET_S: Final = 10.0
 _TICK_S: Final = 0.05
 _ABSENT_S: Final = 5.0
@@ -68,9 +61,8 @@ _RECONNECT_S: Final = 60.0
 class PooledActor:
     """An actor, which gets units once it `is_ready`: it has answered.
 
-    `units`: those that it has, by their positions. `heard_s`: the time of the last answer; `ended_s`: that of
-    the last end of a unit. `work_s` and `nbytes`: since that end. `unit_s`: the time that it takes for a
-    unit.
+    `units`: those that it has, by their positions. `heard_s`: the time of the last answer. `work_s` and
+    `nbytes`: since the last end of a unit. `unit_s`: the time that it takes for a unit.
     """
 
     handle: Any
@@ -80,15 +72,9 @@ class PooledActor:
     units: dict[int, UnitRead] = field(default_factory=dict)
     stalls: list[Stall] = field(default_factory=list)
     all_wait: bool = False
-    ended_s: float = 0.0
     work_s: float = 0.0
     nbytes: int = 0
     unit_s: float = _UNIT_S
-
-    @property
-    def left(self) -> list[UnitRead]:
-        """The units that have not been read to their end, by it or by another."""
-        return [unit_read for unit_read in self.units.values() if not unit_read.finished]
 
 
 class RemoteFetcher:
@@ -109,9 +95,7 @@ class RemoteFetcher:
         self._ready: dict[UnitRead, list[SampleChunk]] = {}  # what can be delivered
         # Units to be read alone, each with the deaths of actors that had only this one.
         self._suspects: dict[UnitRead, int] = {}
-        self._twice: set[UnitRead] = set()
         self._unit_bytes = float(_UNIT_BYTES)
-        self._schemas: dict[Schema, Schema] = {}
         self._woken = threading.Event()
         self._plan = ""
         self.actors = [self._new_actor() for _ in range(options.num_actors)]
@@ -165,7 +149,7 @@ class RemoteFetcher:
         deadline_s = time.monotonic() + timeout_s
         while not self._ready:
             now_s = time.monotonic()
-            self._assign(now_s)
+            self._assign()
             has_come = self._poll(min(_TICK_S, max(0.0, deadline_s - now_s)))
             self._look_at_actors(time.monotonic())
             if not has_come and (self._woken.is_set() or time.monotonic() >= deadline_s):
@@ -195,7 +179,6 @@ class RemoteFetcher:
             self._ready_s += pause_s
             for actor in self.actors:
                 actor.heard_s += pause_s
-                actor.ended_s += pause_s
         self._polled_s = now_s
         for actor in list(self.actors):
             if actor.is_ready and actor.calls and now_s - actor.heard_s >= self._hang_s:
@@ -224,14 +207,13 @@ class RemoteFetcher:
                 raise WorkerError(f"the actors of engine='ray' die when they start: {reason}")
         self._ray.kill(actor.handle)
         self.actors[self.actors.index(actor)] = self._new_actor()
-        others = {unit_read for other in self.actors for unit_read in other.left}
-        left = actor.left
-        for unit_read in left:
-            self._suspects[unit_read] = self._suspects.get(unit_read, 0) + deaths * (len(left) == 1)
+        for unit_read in actor.units.values():
+            deaths_alone = deaths if len(actor.units) == 1 else 0
+            self._suspects[unit_read] = self._suspects.get(unit_read, 0) + deaths_alone
             if self._suspects[unit_read] >= MOST_DEATHS:
                 error = QuarantinedError(f"reading it ended its actor, again and again: {reason}")
                 self._end(unit_read, error)
-            elif unit_read not in others:
+            else:
                 self._todo.appendleft(unit_read)
 
     # --- units are given to actors
@@ -241,7 +223,7 @@ class RemoteFetcher:
         most = min(MOST_UNITS, AHEAD_S / max(actor.unit_s, 1e-6), AHEAD_BYTES / max(self._unit_bytes, 1.0))
         return max(CALLS, int(most))
 
-    def _assign(self, now_s: float) -> None:
+    def _assign(self) -> None:
         """Give units to actors, and call those that have some: suspects alone, others as far as all have
         some.
         """
@@ -257,29 +239,13 @@ class RemoteFetcher:
                 count = min(room, max(1, len(self._todo) // len(self.actors)))
                 while len(units) < count and self._todo and self._todo[0] not in self._suspects:
                     units.append(self._todo.popleft())
-            elif not actor.units:
-                units = self._backup(now_s)
-            units = [unit_read for unit_read in units if not unit_read.finished]
             if units or actor.units:
                 self._call(actor, units)
-
-    def _backup(self, now_s: float) -> list[UnitRead]:
-        """The units of an actor that takes much longer for one than others do, to be read twice."""
-        for actor in self.actors:
-            usual_s = float(np.median([other.unit_s for other in self.actors]))
-            late_s = now_s - actor.ended_s - max(BACKUP_S, BACKUP_FACTOR * usual_s)
-            left = [one for one in actor.left if one not in self._twice and one not in self._suspects]
-            if late_s > 0 and left:
-                self._twice.update(left)
-                return left
-        return []
 
     def _call(self, actor: PooledActor, units: list[UnitRead]) -> None:
         now_s = time.monotonic()
         if not actor.calls:
             actor.heard_s = now_s
-        if not actor.units:
-            actor.ended_s = now_s
         actor.units |= {unit_read.unit.position: unit_read for unit_read in units}
         rest = [replace(one.unit, first=max(one.unit.first, one.next_offset)) for one in units]
         actor.calls.append(
@@ -318,57 +284,28 @@ class RemoteFetcher:
         for name, growth in zip(COUNTERS, result.counters, strict=True):
             self._slot[name] += growth
         for positions, chunk in result.chunks:
-            for position, part in chunks_of_units(positions, self._arrived(chunk)):
+            for position, part in chunks_of_units(positions, arrived(chunk)):
                 actor.nbytes += part.nbytes
-                self._put(actor.units[position], part)
+                unit_read = actor.units[position]
+                unit_read.received(part)
+                self._ready.setdefault(unit_read, []).append(part)
         for position, failure in result.ends:
             self._end(actor.units.pop(position), None if failure is None else failure.error())
-        self._learn(actor, result, now_s)
+        self._learn(actor, result)
 
-    def _arrived(self, chunk: SampleChunk) -> SampleChunk:
-        if not isinstance(chunk.samples, Table):
-            return chunk
-        if len(self._schemas) > _SCHEMAS:  # of fields whose shapes vary
-            self._schemas.clear()
-        schema = self._schemas.setdefault(chunk.samples.schema, chunk.samples.schema)
-        return replace(chunk, samples=arrived(chunk.samples, schema))
-
-    def _learn(self, actor: PooledActor, result: ReadResult, now_s: float) -> None:
+    def _learn(self, actor: PooledActor, result: ReadResult) -> None:
         """Learn from the units that have ended how long one takes, and how large it is."""
         actor.work_s += result.work_s
         if units := len(result.ends):
-            actor.ended_s = now_s
             actor.unit_s = _MEMORY * actor.unit_s + (1 - _MEMORY) * actor.work_s / units
             self._unit_bytes = _MEMORY * self._unit_bytes + (1 - _MEMORY) * actor.nbytes / units
             actor.work_s, actor.nbytes = 0.0, 0
 
-    def _put(self, unit_read: UnitRead, chunk: SampleChunk) -> None:
-        """Add samples of a unit; those that came before, from another actor, are dropped."""
-        new = _from(chunk, unit_read.next_offset)
-        if new is not None and not unit_read.finished:
-            unit_read.received(new)
-            self._ready.setdefault(unit_read, []).append(new)
-
     def _end(self, unit_read: UnitRead, error: BaseException | None) -> None:
         """Note that a unit is read as far as it is wanted, or has failed."""
         self._suspects.pop(unit_read, None)
-        self._twice.discard(unit_read)
-        if not unit_read.finished:
-            unit_read.error, unit_read.finished = error, True
-            self._ready.setdefault(unit_read, [])
-
-
-def _from(chunk: SampleChunk, offset: int) -> SampleChunk | None:
-    """The samples of `chunk` at `offset` and after it; None without any."""
-    start = bisect_left(chunk.offsets, offset)
-    if not start:
-        return chunk
-    if start == len(chunk.offsets):
-        return None
-    samples = chunk.samples
-    rest = samples.cut(start, len(samples)) if isinstance(samples, Table) else samples[start:]
-    nbytes = chunk.nbytes * (len(chunk.offsets) - start) // len(chunk.offsets)
-    return SampleChunk(chunk.offsets[start:], chunk.keys[start:], rest, nbytes)
+        unit_read.error, unit_read.finished = error, True
+        self._ready.setdefault(unit_read, [])
 
 
 def _worker_error(error: Any) -> WorkerError:

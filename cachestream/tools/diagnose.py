@@ -183,7 +183,7 @@ _ADVICE: Final = {  # the reason, then what to do next
     ),
     "requests": (
         "asking for many small objects keeps the processor busy",
-        "larger units need fewer requests: tars, Parquet, MDS instead of small files, large windows of arrays",
+        "larger units need fewer requests: tars, Parquet, MDS, not small files; large windows of arrays",
         _PROCESSES,
     ),
     "decode": (

@@ -32,12 +32,6 @@ _TURNOVERS: Final = (0.1, 0.25, 0.5, 0.75)
 _START_S: Final = 1.0  # of a worker
 _ENDLESS: Final = 1 << 50  # samples: more than any run trains on
 _BETTER: Final = 0.9  # advice must bring at least a tenth
-# The keys by which shards are sorted for eviction, the first key last, as in np.lexsort.
-_EVICTION: Final[dict[str, tuple[str, ...]]] = {
-    "lru": ("id", "last_used"),
-    "fifo": ("id",),
-    "least-fresh": ("id", "last_used", "uses"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,7 @@ class Setup:
 
     `num_samples` are on the remote (None: endless); `fetched_bytes` of each are fetched, and `cached_bytes`
     kept. The background brings `fill_per_s` samples a second, the first after `first_s`. The trainer takes a
-    batch every `step_s`, for `duration_s` in all.
+    batch every `step_s`, for `duration_s` in all. The cache evicts by "lru".
     """
 
     num_samples: int | None
@@ -59,7 +53,6 @@ class Setup:
     duration_s: float
     first_s: float = 1.0
     turnover: float = 0.25
-    eviction: str = "lru"
     min_samples: int = 0
     num_workers: int = 4
     shard_bytes: int = 64_000_000
@@ -70,8 +63,6 @@ class Setup:
         for name in ("num_samples", "cached_bytes", "fill_per_s", "size_limit", "batch_size", "step_s"):
             if not 0 < numbers[name] < math.inf:
                 raise ConfigError(f"{name}={numbers[name]!r}: give a number above 0")
-        if self.eviction not in _EVICTION:
-            raise ConfigError(f"eviction={self.eviction!r}: choose one of {', '.join(_EVICTION)}")
         if self.size_limit - HEADROOM_BYTES < self.batch_size * self.cached_bytes:
             raise ConfigError(
                 f"a batch takes {format_size(self.batch_size * self.cached_bytes)}, more than a cache of "
@@ -138,7 +129,8 @@ class Forecast:
             "cache full": format_duration(self.full_s),
             how_much: f"{seen} in {format_duration(setup.duration_s)}",
             "uses": f"{self.uses:,.1f} times each sample that was seen",
-            "waiting": f"{format_duration(self.waited_s)}, {self.waited_s / setup.duration_s:.2%} of the time",
+            "waiting": f"{format_duration(self.waited_s)}, "
+            f"{self.waited_s / setup.duration_s:.2%} of the time",
             "egress": format_size(self.fetched_bytes),
         }
         return "\n".join(f"{name:13}{line}" for name, line in lines.items())
@@ -224,8 +216,7 @@ class _Simulation:
         self._table = np.concatenate([self._table[stays], np.array(self._fresh, np.int64).reshape(-1, 5)])
         self._fresh, self._gone = [], []
         ids, _sizes, counts, uses, last_used = self._table.T
-        by = {"id": ids, "last_used": last_used, "uses": -uses}
-        order = np.lexsort([by[name] for name in _EVICTION[self._setup.eviction]])
+        order = np.lexsort([ids, last_used])  # "lru"
         is_leased = np.isin(ids, self._leased)
         chosen = select_shards(ids, counts, uses, self._retire(order, is_leased), None)
         is_new = (uses[chosen] == 0) & (ids[chosen] <= self._last_of_first_pass)
@@ -346,7 +337,7 @@ def setup_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """The forecast of a run, advice, and the `price` of what is fetched, if it was asked for."""
 
     forecast: Forecast
@@ -354,7 +345,7 @@ class Plan:
     price: float | None
 
     @classmethod
-    def of(cls, setup: Setup, stages: Stages | None = None, price_per_gb: float | None = None) -> Plan:
+    def of(cls, setup: Setup, stages: Stages | None = None, price_per_gb: float | None = None) -> RunPlan:
         forecast = simulate(setup)
         price = None if price_per_gb is None else forecast.fetched_bytes / 1e9 * price_per_gb
         return cls(forecast, tuple(_advice(forecast, stages)), price)

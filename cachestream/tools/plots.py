@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.config import require
 from cachestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,13 +98,7 @@ def _save(figure: Any, panels: Iterable[Any], path: str | os.PathLike[str]) -> N
 
 def figure_class() -> Any:
     """Matplotlib's Figure; raises ConfigError where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure  # slow to load, and an extra
-    except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib, which is not installed; run: pip install 'cachestream[plot]'"
-        ) from error
-    return Figure
+    return require("matplotlib.figure", "plot", "a plot").Figure
 
 
 def _time_axis(since_s: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], str, float]:

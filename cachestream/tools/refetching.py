@@ -14,14 +14,13 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cachestream.config import check_count
 from cachestream.errors import (
     CacheError,
     CacheFullError,
@@ -40,7 +39,7 @@ from cachestream.storage.publish import Publisher
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import Content, Contents
 from cachestream.storage.snapshots import sample_counts
-from cachestream.storage.telemetry import READS_AT_ONCE, private_slot
+from cachestream.storage.telemetry import private_slot
 from cachestream.training.manifests import load_manifest
 from cachestream.worker.cached_units import Coverage
 from cachestream.worker.listings import list_all
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
 
 
 _LOCK_TIMEOUT_S: Final = 1.0
+_READS_AT_ONCE: Final = 16
 _GIVE_UP_S: Final = 60.0  # without an answer of the remote
 _PAUSE_S: Final = 2.0  # the longest between two attempts
 
@@ -80,7 +80,8 @@ class RefetchReport:
         return not self.failed
 
     def __str__(self) -> str:
-        return f"{self.wanted} shards: {self.cached} were cached, {self.brought} came back, {len(self.failed)} did not"
+        came = f"{self.cached} were cached, {self.brought} came back, {len(self.failed)} did not"
+        return f"{self.wanted} shards: {came}"
 
 
 class _NotReproducibleError(Exception):
@@ -93,24 +94,20 @@ def refetch(
     source: Source,
     *,
     transform: Transform | None = None,
-    weights: Sequence[float] | None = None,
-    concurrency: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RefetchReport:
     """Bring back the shards that `cache` lacks of the epochs recorded at `manifest`.
 
     `manifest` is a file, a folder of them, or the result of `wanted_shards`.
 
-    `source`, `transform` and, for weighted passes, `weights` must be what the worker had; up to `concurrency`
-    units of one shard (1 to 64) are read at once. Needed shards are not evicted meanwhile, others may be. No
-    worker may fill the cache at the time. If a worker has filled the cache, a shard fails whose samples are
-    in other shards by now, because an epoch would have them twice: refetch into an empty directory to replay
-    it.
+    `source` and `transform` must be what the worker had. Needed shards are not evicted meanwhile, others may
+    be. No worker may fill the cache at the time. If a worker has filled the cache, a shard fails whose
+    samples are in other shards by now, because an epoch would have them twice: refetch into an empty
+    directory to replay it. Shards of weighted passes fail.
 
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is
     too small, SourceUnavailableError and SourceError when the remote does not give the units.
     """
-    concurrency = check_count("concurrency", concurrency, 1, READS_AT_ONCE)
     wanted = manifest if isinstance(manifest, list) else wanted_shards(manifest)
     report = RefetchReport(wanted=len(wanted))
     lock = lock_file(cache.directory.supervisor_lock, timeout_s=_LOCK_TIMEOUT_S)
@@ -125,7 +122,7 @@ def refetch(
         stack.callback(restorer.release)
         missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
-        maker = _Maker(cache, source, transform, weights, concurrency)
+        maker = _Maker(cache, source, transform)
         for done, content in enumerate(missing):
             if on_progress is not None:
                 on_progress(done, len(missing))
@@ -244,20 +241,11 @@ class _Restorer:
 class _Maker:
     """Makes shards again from the remote."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        source: Source,
-        transform: Transform | None,
-        weights: Sequence[float] | None,
-        concurrency: int,
-    ) -> None:
+    def __init__(self, cache: Cache, source: Source, transform: Transform | None) -> None:
         self._cache = cache
         self._source = source
-        self._weights = weights
         self._orders: dict[PassPlan, UnitOrder] = {}
         self._divided: dict[PassPlan, Source] = {}
-        self._concurrency = concurrency
         self._transformer = Transformer(transform, private_slot())
 
     def plan_of(self, content: Content) -> PassPlan:
@@ -294,11 +282,11 @@ class _Maker:
 
     def order_of(self, plan: PassPlan) -> UnitOrder:
         if plan not in self._orders:
-            if plan.kind == "weighted" and self._weights is None:
-                raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
+            if plan.kind == "weighted":
+                raise _NotReproducibleError("its pass was weighted, and the weights are not kept")
             if not is_known(self._cache.directory, plan):
                 raise _NotReproducibleError(f"what the {plan.kind} drew for its pass is not kept any more")
-            self._orders[plan] = load_order(self._cache.directory, plan, self._weights)
+            self._orders[plan] = load_order(self._cache.directory, plan)
         return self._orders[plan]
 
     def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:
@@ -345,7 +333,7 @@ class _Maker:
     def _samples(self, plan: PassPlan, content: Content) -> Iterator[tuple[Unit, int, str, Any]]:
         """The samples of a shard as the source gives them, each with its unit and its offset there."""
         parts, read = list(self.parts_of(content)), functools.partial(_read_part, self._source_of(plan), plan)
-        threads = ThreadPoolExecutor(min(self._concurrency, len(parts)))
+        threads = ThreadPoolExecutor(min(_READS_AT_ONCE, len(parts)))
         try:
             for samples in threads.map(read, parts):
                 yield from samples

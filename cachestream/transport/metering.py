@@ -18,11 +18,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 from cachestream.errors import ConfigError
-from cachestream.linux import open_private
+from cachestream.linux import boot_id, open_private
 
 PIECE_BYTES: Final = 1 << 20  # the usual size of a piece of a fetch, which is reported as it arrives
 TICK_S: Final = 0.5  # between two signs of life of a thread that waits
@@ -98,13 +97,6 @@ def wait(delay_s: float) -> None:
         time.sleep(min(left_s, TICK_S))
 
 
-def _boot_id() -> bytes:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:40]
-    except OSError:
-        return b""
-
-
 class Throttle:
     """A limit of `bytes_per_s` for all Throttles on one file together.
 
@@ -120,12 +112,12 @@ class Throttle:
         self._lock = threading.Lock()
         self._fd = open_private(path, os.O_RDWR | os.O_CREAT)
         self._closer = weakref.finalize(self, os.close, self._fd)
-        boot_id = _boot_id()
+        boot = boot_id().encode()
         with self._locked():
             state = os.pread(self._fd, _STATE.size, 0)
             # The monotonic clock restarts at boot: a time from before could block for days.
-            if len(state) < _STATE.size or state[_PAID.size :].rstrip(b"\0") != boot_id:
-                os.pwrite(self._fd, _STATE.pack(0.0, boot_id), 0)
+            if len(state) < _STATE.size or state[_PAID.size :].rstrip(b"\0") != boot:
+                os.pwrite(self._fd, _STATE.pack(0.0, boot), 0)
 
     def __repr__(self) -> str:
         return f"<Throttle {self._bytes_per_s / 1e6:.3g} MB/s>"

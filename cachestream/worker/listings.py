@@ -261,10 +261,12 @@ def store_rest(source: IncrementalSource, store: Store) -> None:
     `more_names`.
     """
     waiting: list[str] = []
-    stored_s = -math.inf
-    for page in () if store.is_complete else tracing.each("list", source.more_names(store.last)):
+    stored_s, began_s = -math.inf, time.monotonic()
+    for page in () if store.is_complete else source.more_names(store.last):
+        tracing.add("list", began_s, time.monotonic())
         metering.fetched(0)
         waiting += page.names
         if page.is_last or time.monotonic() - stored_s >= _COMMIT_S:
             store.add(waiting, is_complete=page.is_last)
             waiting, stored_s = [], time.monotonic()
+        began_s = time.monotonic()

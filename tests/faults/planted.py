@@ -51,7 +51,8 @@ __all__ = ["FAULTS", "Fault", "copy_project", "copy_with", "planted"]
 class Fault:
     """The promise that breaks, the place of the code that keeps it, and the change that breaks it.
 
-    `found_by`: the test below `tests/contract` that fails under the fault, with one of its parameters at least.
+    `found_by`: the test below `tests/contract` that fails under the fault, with one of its parameters at least;
+    of a part that the contract does not name, one of its own below `tests`.
     """
 
     breaks: str
@@ -65,7 +66,8 @@ class Fault:
 
     @property
     def test(self) -> str:
-        return f"tests/contract/{self.found_by}"
+        is_own = "/" in self.found_by.partition("::")[0]
+        return f"tests/{self.found_by}" if is_own else f"tests/contract/{self.found_by}"
 
 
 # fmt: off
@@ -388,7 +390,7 @@ FAULTS: Final = (
           expression("Stages.seconds", "many.each(many.spent.transform_s)"), becomes("0.0"),
           "test_commands_that_look_ahead.py::test_the_verdict_names_the_stage_that_holds_the_filling_up"),
     Fault("the price of a plan is of what is fetched",
-          expression("Plan.of", "forecast.fetched_bytes / 1e9 * price_per_gb"),
+          expression("RunPlan.of", "forecast.fetched_bytes / 1e9 * price_per_gb"),
           becomes("forecast.fetched_bytes / 1e9"),
           "test_commands_that_look_ahead.py::test_a_run_is_forecast_with_its_egress_its_price_and_a_picture"),
     Fault("a shard that comes back different is refused",
@@ -398,6 +400,20 @@ FAULTS: Final = (
           expression("BenchReport.to_dict", "self.alone.bytes_per_s / self.memcpy_bytes_per_s"),
           becomes("self.memcpy_bytes_per_s / self.alone.bytes_per_s"),
           "test_commands_of_a_cache.py::test_bench_measures_the_loader_with_the_users_transform_beside_memcpy"),
+    # --- Ray clusters
+    Fault("a group of caches makes each unit once",
+          expression("GroupActor._give", "free - since_s.keys()"), becomes("free"),
+          "ray/test_group.py::test_each_position_is_made_once_while_all_stay_and_one_that_joins_makes_nothing"),
+    Fault("a cache that joins a group makes nothing that the others hold",
+          expression("GroupView.choose", "wanted - blocks.of_shards(current)"), becomes("wanted"),
+          "ray/test_group.py::test_a_cache_that_joins_a_later_pass_makes_nothing_that_the_others_hold"),
+    Fault("a copied shard leaves out what is made here",
+          expression("without", "np.repeat(stays, np.maximum(0, counts))"),
+          becomes("np.repeat(np.ones_like(stays), np.maximum(0, counts))"),
+          "ray/test_copier.py::test_a_part_has_the_samples_of_the_other_positions"),
+    Fault("an actor whose read hangs shows no life",
+          function("UnitsReader._is_alive"), returns_at_once("True"),
+          "ray/test_read_actor.py::test_an_actor_answers_while_its_reads_show_life_and_not_while_they_hang"),
 )
 # fmt: on
 

@@ -15,7 +15,7 @@ from tests.faults.planted import FAULTS, Fault, copy_project, planted
 PACKAGE: Final = ROOT / "cachestream"
 FOLDERS: Final = (
     *("transport", "listing", "sources", "storage", "worker", "training"),
-    *("integrations", "cli", "dashboard", "tools"),
+    *("integrations", "cli", "dashboard", "tools", "ray"),
 )
 
 

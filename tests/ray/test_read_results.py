@@ -45,13 +45,7 @@ def sent(units: list[list[Any]]) -> list[Read]:
     assert not out.nbytes
     found: list[Read] = []
     for indices, chunk in result.chunks:
-        samples = chunk.samples
-        whole = (
-            chunk
-            if not isinstance(samples, Table)
-            else SampleChunk(chunk.offsets, chunk.keys, arrived(samples, samples.schema), chunk.nbytes)
-        )
-        for index, part in chunks_of_units(indices, whole):
+        for index, part in chunks_of_units(indices, arrived(chunk)):
             assert part.nbytes
             found += [(index, offset, one) for offset, one in zip(part.offsets, rows(part), strict=True)]
     return found

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.storage.reservations import HEADROOM_BYTES
-from cachestream.tools.forecast import Plan, Setup, simulate
+from cachestream.tools.forecast import RunPlan, Setup, simulate
 
 SETUP = Setup(
     num_samples=4000,
@@ -40,7 +40,6 @@ setups = st.builds(
     duration_s=st.floats(1, 1e4),
     first_s=st.floats(0, 10),
     turnover=st.floats(0, 1),
-    eviction=st.sampled_from(["lru", "fifo", "least-fresh"]),
     min_samples=st.integers(0, 500),
     num_workers=st.integers(1, 8),
     shard_bytes=st.integers(10_000, 10**8),
@@ -126,13 +125,13 @@ def test_a_run_of_more_epochs_than_are_simulated_has_the_same_forecast(
 
 @pytest.mark.e2e
 def test_advice_and_price_come_with_the_forecast() -> None:
-    planned = Plan.of(SETUP, price_per_gb=0.1)
+    planned = RunPlan.of(SETUP, price_per_gb=0.1)
     assert "size_limit=" in planned.advice[0]
     assert planned.price == pytest.approx(planned.forecast.fetched_bytes / 1e10)
     assert max(map(len, str(planned).splitlines())) <= 80
     values = json.loads(json.dumps(planned.to_dict()))
     assert values["forecast"]["full_s"] == planned.forecast.full_s
-    assert not Plan.of(replace(SETUP, size_limit=200_000_000)).advice
+    assert not RunPlan.of(replace(SETUP, size_limit=200_000_000)).advice
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,6 @@ def test_advice_and_price_come_with_the_forecast() -> None:
     [
         ({"step_s": 0.0}, "step_s=0.0: give a number above 0"),
         ({"fill_per_s": math.inf}, "fill_per_s=inf"),
-        ({"eviction": "none"}, "eviction='none': choose one of"),
         ({"size_limit": 800_000}, "a batch takes 640 kB, more than a cache of 800 kB holds"),
     ],
 )

@@ -307,13 +307,6 @@ def test_a_unit_that_was_damaged_since_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("concurrency", [0, 65, True])
-def test_the_number_of_units_at_once_is_checked(concurrency: int, tmp_path: Path) -> None:
-    with pytest.raises(cs.ConfigError, match=r"concurrency=.*: give a whole number, 1 or more, 64 at most"):
-        refetch(tmp_path / "epochs", cs.Cache(tmp_path / "cache", "1MB"), SOURCE, concurrency=concurrency)
-
-
-@pytest.mark.e2e
 def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:
     cache = cs.Cache(tmp_path / "cache", size_limit="50MB", min_free=0)
     with cache, cs.start_worker(cache, SOURCE, num_workers=1) as worker:
