@@ -69,9 +69,10 @@ def test_an_iteration_that_failed_before_its_first_batch_says_so_and_the_next_on
     failed = threading.Event()
 
     def transform(batch: Any) -> Any:
-        if 0 in batch["number"] and not failed.is_set():  # of the first: another thread may be at the second
+        if 0 in batch["number"] and not failed.is_set():
             failed.set()
             raise OwnError("from the transform")
+        failed.wait(60)  # another thread may be at the second batch, and would come to the next epoch's first
         return batch
 
     with EpochLoader(new_cache(2, 8), 4, shuffle=False, batch_transform=transform) as loader:
