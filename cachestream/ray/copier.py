@@ -28,8 +28,8 @@ from cachestream.storage.telemetry import FETCHING, NO_SPACE, Board
 from cachestream.worker.cached_units import held_elsewhere, positions_in, positions_of
 from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
-from cachestream.worker.messages import Publication
 from cachestream.worker.order import PassPlan
+from cachestream.worker.sampling.messages import Publication
 
 _AT_ONCE: Final = 4  # copies under way
 _AVOID_S: Final = 10.0  # a cache that did not give a shard is not asked

@@ -34,7 +34,7 @@ from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling.encode import Column, SampleChunk, Table, approximate_bytes, to_record
 from cachestream.worker.sampling.engine import LocalEngine
 from cachestream.worker.sampling.transformer import Several, Transformer
-from cachestream.worker.units import Unit, UnitRead
+from cachestream.worker.sampling.unit import Unit, UnitRead
 
 RESULT_BYTES: Final = 8 << 20  # each object costs about a millisecond, here, there and in the raylet
 RESULT_S: Final = 0.2

@@ -35,13 +35,13 @@ from cachestream.storage.telemetry import Slot, board_text
 from cachestream.transport import object_limit
 from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.job import Job, Payload
-from cachestream.worker.messages import FillStatus
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling import sampler
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.fetcher import Delivery
+from cachestream.worker.sampling.messages import FillStatus
 from cachestream.worker.sampling.shard_writer import QuarantinedError
-from cachestream.worker.units import Stall, UnitRead
+from cachestream.worker.sampling.unit import Stall, UnitRead
 
 CALLS: Final = 2  # of one actor under way: one is on its way while the next one works
 AHEAD_S: Final = 2.0  # of an actor's work, and bytes: the units that it has

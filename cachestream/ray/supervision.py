@@ -25,9 +25,9 @@ from cachestream.worker.channel import Channel, Message
 from cachestream.worker.child_process import Forks
 from cachestream.worker.health import LATER_PAUSE_S, GiveUpError
 from cachestream.worker.job import Job
-from cachestream.worker.messages import Publication
 from cachestream.worker.passes import block_size
 from cachestream.worker.processes import EXIT_FATAL
+from cachestream.worker.sampling.messages import Publication
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache

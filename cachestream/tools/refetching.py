@@ -47,8 +47,8 @@ from cachestream.worker.order import END, PassPlan, UnitOrder, is_known, load_or
 from cachestream.worker.sampling.encode import Table
 from cachestream.worker.sampling.packer import MIXED, Packer, counted, majority
 from cachestream.worker.sampling.transformer import Transformer, to_records
+from cachestream.worker.sampling.unit import Unit
 from cachestream.worker.sampling.unit_reader import unit_generator
-from cachestream.worker.units import Unit
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache

@@ -21,10 +21,10 @@ from cachestream.storage.tables import FailureRow
 from cachestream.worker.cached_units import Held, KnownOrders
 from cachestream.worker.job import Job
 from cachestream.worker.listings import Listings
-from cachestream.worker.messages import Publication
 from cachestream.worker.order import END, PassPlan, intersection
 from cachestream.worker.outdated import Outdated, pieces_of, whole_units
-from cachestream.worker.units import Unit
+from cachestream.worker.sampling.messages import Publication
+from cachestream.worker.sampling.unit import Unit
 
 if TYPE_CHECKING:
     from cachestream.listing.names import StoredNames

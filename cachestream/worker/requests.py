@@ -27,9 +27,9 @@ from cachestream.storage.telemetry import NO_SPACE, Board, board_text
 from cachestream.worker.channel import Channel, Message
 from cachestream.worker.health import GiveUpError
 from cachestream.worker.job import Job
-from cachestream.worker.messages import FillStatus, Publication
 from cachestream.worker.passes import block_size
 from cachestream.worker.planner import Planner
+from cachestream.worker.sampling.messages import FillStatus, Publication
 from cachestream.worker.sampling.packer import Election, Votes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from cachestream import Cache
 from cachestream.ray.read_actor import UnitsReader
 from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.order import PassPlan
-from cachestream.worker.units import Unit
+from cachestream.worker.sampling.unit import Unit
 from tests.worker.sources import Named
 
 HANG_S = 4.0

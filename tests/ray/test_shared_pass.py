@@ -24,11 +24,11 @@ from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.child_process import ChildProcess, Forks
 from cachestream.worker.cluster import ClusterOptions
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.messages import Publication
 from cachestream.worker.order import PassPlan
 from cachestream.worker.passes import begin_or_resume
 from cachestream.worker.planner import Planner
 from cachestream.worker.requests import Requests
+from cachestream.worker.sampling.messages import Publication
 from cachestream.worker.user_order import UserOrder
 from tests.storage.support import content, publish, shard_ids
 from tests.worker.sources import Numbers

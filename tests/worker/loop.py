@@ -31,8 +31,8 @@ from cachestream.worker.processes import EndedSessions
 from cachestream.worker.sampling.encode import to_record
 from cachestream.worker.sampling.packer import Packer
 from cachestream.worker.sampling.publisher import PendingProgress
+from cachestream.worker.sampling.unit import Unit
 from cachestream.worker.supervisor import Supervisor
-from cachestream.worker.units import Unit
 from cachestream.worker.user_process import UserCode
 from tests.worker.sources import Numbers, content
 

@@ -16,10 +16,10 @@ from cachestream.schema import Span
 from cachestream.storage.tables import REPLACED, FailureRow
 from cachestream.storage.telemetry import Board
 from cachestream.worker.launch import WorkerOptions
-from cachestream.worker.messages import Publication
 from cachestream.worker.passes import begin_or_resume
 from cachestream.worker.planner import Planner
 from cachestream.worker.requests import Requests
+from cachestream.worker.sampling.messages import Publication
 from cachestream.worker.user_order import UserOrder
 from tests.storage.support import content, publish
 from tests.worker.sources import Numbers

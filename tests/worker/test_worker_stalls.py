@@ -16,12 +16,12 @@ from cachestream import Cache
 from cachestream.storage.telemetry import private_slot
 from cachestream.transport import metering
 from cachestream.worker.sampling.encode import SampleChunk
+from cachestream.worker.sampling.unit import Stall, Unit, UnitRead
 from cachestream.worker.sampling.unit_reader import (
     LONGEST_PAUSE_S,
     FetchMeter,
     UnitReader,
 )
-from cachestream.worker.units import Stall, Unit, UnitRead
 from tests.support.unruly import run_unruly_server
 from tests.worker.sources import Mute, Numbers
 from tests.worker.support import DEADLINE_S, failures_of, fill, only_once, sampling_pids, wait_until

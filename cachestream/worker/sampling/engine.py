@@ -12,8 +12,8 @@ from cachestream.storage.telemetry import Slot
 from cachestream.worker.job import Job, Payload
 from cachestream.worker.order import PassPlan
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher, ReadTuner
+from cachestream.worker.sampling.unit import Stall, UnitRead
 from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
-from cachestream.worker.units import Stall, UnitRead
 
 BUFFER_BYTES: Final = 64 * 2**20
 _WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from cachestream.storage.telemetry import MAIN, READS_AT_ONCE, Slot
 from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
-from cachestream.worker.units import Stall, UnitRead
+from cachestream.worker.sampling.unit import Stall, UnitRead
 
 PATIENCE_S: Final = 1.0
 FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came

@@ -29,9 +29,9 @@ from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
-from cachestream.worker.messages import News, Publication
 from cachestream.worker.order import END
 from cachestream.worker.sampling.encode import Table
+from cachestream.worker.sampling.messages import News, Publication
 from cachestream.worker.sampling.packer import Packer
 
 BEAT_S: Final = 0.25  # between two signs of life while a shard is waited for

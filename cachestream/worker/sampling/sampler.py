@@ -27,15 +27,15 @@ from cachestream.transport import object_limit
 from cachestream.worker.channel import SupervisorGoneError, SupervisorLink
 from cachestream.worker.job import Job, Payload, unpack
 from cachestream.worker.listings import Listings
-from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import EXIT_RESTART, end_soon, exit_code, exit_now, heed_signals
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.engine import Engine, LocalEngine
 from cachestream.worker.sampling.fetcher import Delivery
+from cachestream.worker.sampling.messages import FillStatus, News
 from cachestream.worker.sampling.publisher import BEAT_S, StartAgainError
 from cachestream.worker.sampling.shard_writer import SampleEncoder, ShardWriter
-from cachestream.worker.units import Unit, UnitRead
+from cachestream.worker.sampling.unit import Unit, UnitRead
 
 _FATAL_REFUSALS: Final = 20
 _QUIET_S: Final = 5.0  # without a byte: then the board says so

@@ -16,13 +16,13 @@ from cachestream.storage.progress import PassRow
 from cachestream.storage.telemetry import Slot
 from cachestream.worker.channel import SupervisorLink
 from cachestream.worker.job import Job
-from cachestream.worker.messages import FillStatus, News
 from cachestream.worker.order import PassPlan, gaps, is_covered
 from cachestream.worker.sampling.encode import SampleChunk, Table, decode_key, encode_key
+from cachestream.worker.sampling.messages import FillStatus, News
 from cachestream.worker.sampling.packer import FirstSamples, Packer
 from cachestream.worker.sampling.publisher import BackgroundPublisher, Holdout, OpenShard, check_size
 from cachestream.worker.sampling.transformer import Transformer, to_records
-from cachestream.worker.units import Unit, UnitRead
+from cachestream.worker.sampling.unit import Unit, UnitRead
 
 FIRST_BYTES: Final = 256 * 1024
 FIRST_AGE_S: Final = 0.05

@@ -12,8 +12,8 @@ from cachestream.storage.telemetry import Slot
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_if_forked
 from cachestream.worker.sampling.encode import Table, to_record
+from cachestream.worker.sampling.unit import Unit
 from cachestream.worker.sampling.unit_reader import sample_generator
-from cachestream.worker.units import Unit
 
 
 class Several(list[Any]):

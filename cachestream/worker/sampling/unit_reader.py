@@ -35,7 +35,7 @@ from cachestream.worker.sampling.encode import (
     in_columns,
     to_table,
 )
-from cachestream.worker.units import Stall, Unit, UnitRead
+from cachestream.worker.sampling.unit import Stall, Unit, UnitRead
 
 _UNIT_KEY: Final = 3
 _SAMPLE_KEY: Final = 5

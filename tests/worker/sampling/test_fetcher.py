@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.fetcher import Delivery, Fetcher
-from cachestream.worker.units import Stall, Unit, UnitRead
+from cachestream.worker.sampling.unit import Stall, Unit, UnitRead
 from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0

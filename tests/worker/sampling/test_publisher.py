@@ -25,12 +25,12 @@ from cachestream.storage.publish import write_shard
 from cachestream.storage.telemetry import Board
 from cachestream.worker.channel import Channel, SupervisorLink
 from cachestream.worker.job import Job, Packed
-from cachestream.worker.messages import News, Publication
 from cachestream.worker.order import END, PassPlan, gaps, is_covered
 from cachestream.worker.planner import Planner
 from cachestream.worker.requests import Requests
 from cachestream.worker.sampling import publisher as publisher_module
 from cachestream.worker.sampling.encode import to_record
+from cachestream.worker.sampling.messages import News, Publication
 from cachestream.worker.sampling.packer import Packer
 from cachestream.worker.sampling.publisher import (
     BackgroundPublisher,

@@ -18,8 +18,8 @@ from cachestream.transport import metering
 from cachestream.transport.driver import LateCallsError
 from cachestream.worker.order import END, Offsets, PassPlan, is_covered
 from cachestream.worker.sampling.encode import SampleChunk
+from cachestream.worker.sampling.unit import Unit, UnitRead
 from cachestream.worker.sampling.unit_reader import FetchMeter, UnitReader
-from cachestream.worker.units import Unit, UnitRead
 
 SAMPLES = 12
 RANGES = st.lists(
