@@ -26,6 +26,10 @@ hypothesis.settings.load_profile("quick")
 # numpy's threads wait busily at the start of every program; workers set the same.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# torch asks the name service for the name of each rank that connects: a question without an answer takes five seconds,
+# of which the ranks of a test would wait a few times on a machine without a network.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Started by nohup, or behind "&" in a script, all processes here would ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
