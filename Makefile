@@ -6,8 +6,9 @@ VENV   ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
-# The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
-WORKERS     ?= 4
+# The tests wait for processes, servers and deadlines part of their time: one more at once than there are cores. Each
+# process of a run imports what the tests import, and has servers of its own.
+WORKERS     ?= 3
 # All tests of a file run in one process: what is dear to set up (a cluster, wheels, a framework) is so once. The files
 # that take longest come first (tests/conftest.py), not those with the most tests.
 SPREAD      := --dist loadfile --no-loadscope-reorder

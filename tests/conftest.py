@@ -105,6 +105,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pause = threading.Event()
     while True:
         left = {what: look() - before[what] for what, look in looks.items()}
+        left["child processes"] = _described(left["child processes"])
         if not any(left.values()):
             return
         if time.monotonic() > deadline:
@@ -139,18 +140,24 @@ def _open_files() -> set[str]:
 
 
 def _children() -> set[str]:
-    """Running and unreaped child processes of this one."""
-    found = set()
+    """The numbers of running and unreaped child processes of this one."""
+    found = set[str]()
     for task in os.listdir("/proc/self/task"):
         try:
-            pids = Path(f"/proc/self/task/{task}/children").read_text().split()
+            found.update(Path(f"/proc/self/task/{task}/children").read_text().split())
         except OSError:
             continue
-        for pid in pids:
-            command = _command(pid)
-            if not any(name in command for name in LASTING_PROCESSES):
-                found.add(f"{pid} ({command})")
     return found
+
+
+def _described(pids: set[str]) -> set[str]:
+    """Processes with their commands, without those that last. A command changes while its process begins."""
+    commands = {pid: _command(pid) for pid in pids}
+    return {
+        f"{pid} ({command})"
+        for pid, command in commands.items()
+        if not any(name in command for name in LASTING_PROCESSES)
+    }
 
 
 def _command(pid: str) -> str:
