@@ -6,8 +6,9 @@ VENV   ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
-# The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
-WORKERS     ?= 4
+# The tests wait for processes, servers and deadlines part of their time: one more at once than there are cores. Each
+# process of a run imports what the tests import, and has servers of its own.
+WORKERS     ?= 3
 # All tests of a file run in one process: what is dear to set up (a cluster, wheels, a framework) is so once. The files
 # that take longest come first (tests/conftest.py), not those with the most tests.
 SPREAD      := --dist loadfile --no-loadscope-reorder
@@ -111,6 +112,8 @@ $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
 	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
 	@# What the tests import, by all cores, as pip does not; packages hold templates that are no Python.
 	@$(if $(filter dev,$*),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
+	@# Our modules too, and the tests as pytest rewrites them: else each process of the first run would do so for itself.
+	@$(if $(filter dev,$*),$(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true)
 	@touch $@
 
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.

@@ -26,6 +26,10 @@ hypothesis.settings.load_profile("quick")
 # numpy's threads wait busily at the start of every program; workers set the same.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# torch asks the name service for the name of each rank that connects: a question without an answer takes five seconds,
+# of which the ranks of a test would wait a few times on a machine without a network.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Started by nohup, or behind "&" in a script, all processes here would ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -101,6 +105,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pause = threading.Event()
     while True:
         left = {what: look() - before[what] for what, look in looks.items()}
+        left["child processes"] = _described(left["child processes"])
         if not any(left.values()):
             return
         if time.monotonic() > deadline:
@@ -135,18 +140,24 @@ def _open_files() -> set[str]:
 
 
 def _children() -> set[str]:
-    """Running and unreaped child processes of this one."""
-    found = set()
+    """The numbers of running and unreaped child processes of this one."""
+    found = set[str]()
     for task in os.listdir("/proc/self/task"):
         try:
-            pids = Path(f"/proc/self/task/{task}/children").read_text().split()
+            found.update(Path(f"/proc/self/task/{task}/children").read_text().split())
         except OSError:
             continue
-        for pid in pids:
-            command = _command(pid)
-            if not any(name in command for name in LASTING_PROCESSES):
-                found.add(f"{pid} ({command})")
     return found
+
+
+def _described(pids: set[str]) -> set[str]:
+    """Processes with their commands, without those that last. A command changes while its process begins."""
+    commands = {pid: _command(pid) for pid in pids}
+    return {
+        f"{pid} ({command})"
+        for pid, command in commands.items()
+        if not any(name in command for name in LASTING_PROCESSES)
+    }
 
 
 def _command(pid: str) -> str:
