@@ -112,8 +112,6 @@ $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
 	  $(if $(filter dev,$*),$(addprefix -e ./,$(PLUGINS)))
 	@# What the tests import, by all cores, as pip does not; packages hold templates that are no Python.
 	@$(if $(filter dev,$*),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
-	@# Our modules too, and the tests as pytest rewrites them: else each process of the first run would do so for itself.
-	@$(if $(filter dev,$*),$(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true)
 	@touch $@
 
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.
