@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import cachestream as cs
 from benchmarks.measure import emit, scratch
 from cachestream.storage.view import View
-from cachestream.training.token_batches import group_by_length, shuffle_batches
+from cachestream.training.alike_batches import group_by_length, shuffle_batches
 from tests.support.caches import add_shard
 
 SAMPLES, SHARD, TEXTS, TURNS = 60_000, 2000, 16_384, 5

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cachestream.errors import CacheError
 from cachestream.permutation import mix_key
 from cachestream.storage.snapshots import weigh_shards
+from cachestream.training.alike_batches import shape_batches, token_batches
 from cachestream.training.plan import Listed, count_batches, run_length
 from cachestream.training.ranks import pack_numbers, unpack_numbers
 from cachestream.training.samplers import (
@@ -24,8 +25,6 @@ from cachestream.training.samplers import (
     may_draw_globally,
     seeded_globally,
 )
-from cachestream.training.shape_batches import shape_batches
-from cachestream.training.token_batches import token_batches
 from cachestream.training.weights import draw
 
 if TYPE_CHECKING:

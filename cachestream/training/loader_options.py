@@ -18,11 +18,11 @@ from cachestream.config import (
 )
 from cachestream.errors import ConfigError
 from cachestream.storage.view import ALL, View
+from cachestream.training.alike_batches import check_max_tokens
 from cachestream.training.batches.gather import Ragged, check_ragged
 from cachestream.training.manifests import Replay
 from cachestream.training.replication import Replication
 from cachestream.training.samplers import check_sampler
-from cachestream.training.token_batches import check_max_tokens
 from cachestream.training.weights import KeyWeights
 
 if TYPE_CHECKING:

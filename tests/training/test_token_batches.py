@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cachestream import Cache, ConfigError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.training.token_batches import group_by_length, shuffle_batches
+from cachestream.training.alike_batches import group_by_length, shuffle_batches
 from tests.training.conftest import NewJob
 from tests.training.test_select import CacheOf
 
