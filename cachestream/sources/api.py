@@ -5,7 +5,7 @@ are.
 |-|-|
 | a format of files | `Format`, `FilesSource`, `File`, `Files`, `Part`, and what `Format.read` yields: `Item`, `Rows`, `Skipped` |
 | an array read in windows | `ArrayFile`, `ArrayLayout`, `read_window`, `parse_npy_header` |
-| a source of another kind | `Problems`, `check_unit`, `one_by_one`, `Names`, `Remote`, `map_errors`, `redact`, `redact_text`, `absolute` |
+| a source of another kind | `Problems`, `check_unit`, `one_by_one`, `in_columns`, `Names`, `Remote`, `map_errors`, `redact`, `redact_text`, `absolute` |
 | bytes | `Stream`, `StreamFile`, `SeekableFile`, `RemoteObject`, `fetch`, `decompressed`, `check_object` |
 | values in files | `decode_value`, `decode_fields`, `decode_with`, `decode_image`, `named_decoder`, `ImageOptions`, `call_decoder` |
 | values of tables and objects | `ColumnOptions`, `Columns`, `table_rows`, `usable_rows`, `plain_fields`, `json_field`, `Defaults` |
@@ -29,7 +29,7 @@ from cachestream.listing.names import Names, Page
 from cachestream.listing.patterns import COMPRESSED_ENDINGS, absolute, extension_of, is_image, kind_of
 from cachestream.listing.table_formats import refuse_tables
 from cachestream.sources.array_windows import BATCH_BYTES, ArrayFile, read_window
-from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
+from cachestream.sources.base import Problems, Rows, check_unit, in_columns, one_by_one
 from cachestream.sources.decode.arrow_columns import Batch, Columns, expanded_bytes, load_arrow
 from cachestream.sources.decode.compression import DecompressedStream, decompressed, require_decompressor
 from cachestream.sources.decode.images import (
