@@ -264,8 +264,7 @@ class ArrayLocation:
     @property
     def shown(self) -> str:
         """The path as shown in messages."""
-        scheme = "" if self.remote.is_local or "://" in self.path else f"{self.remote.protocol}://"
-        return redact(scheme + self.path)
+        return self.remote.shown(self.path)
 
     @property
     def name(self) -> str:

@@ -255,6 +255,11 @@ class Remote:
                 ) from None
         return filesystem, str(path)
 
+    def shown(self, path: str) -> str:
+        """Return a path for the driver as messages show it: with its scheme, without secrets."""
+        is_whole = self.is_local or "://" in path
+        return redact(path if is_whole else f"{self.protocol}://{path}")
+
     def path_of(self, url: str) -> str:
         """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this
         Remote's.
