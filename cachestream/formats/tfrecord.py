@@ -36,6 +36,7 @@ from cachestream.sources.api import (
     TooLargeError,
     Url,
     check_object,
+    decoded,
     in_columns,
     require,
 )
@@ -101,20 +102,10 @@ class TFRecordFormat(Format):
         """Yield the records of a part in order, as `Rows` where small consecutive ones have the same
         shapes.
         """
-        return in_columns(self._samples(file, part))
+        return in_columns(decoded(self._records(file, part), self._sample, "record at byte"))
 
-    def _samples(self, file: File, part: Part) -> Iterator[tuple[int, Any] | Skipped]:
-        for item in self._records(file, part):
-            if isinstance(item, Skipped):
-                yield item
-                continue
-            place, record = item
-            try:
-                sample = {"data": record} if self._raw else self._fields.sample(parse_example(record))
-            except (ValueError, SampleError) as error:
-                yield Skipped(f"record at byte {place}: {error}")
-                continue
-            yield place, sample
+    def _sample(self, record: bytes) -> dict[str, Any]:
+        return {"data": record} if self._raw else self._fields.sample(parse_example(record))
 
     def _records(self, file: File, part: Part) -> Iterator[tuple[int, bytes] | Skipped]:
         checksum = load_checksum() if self._check_crc else None

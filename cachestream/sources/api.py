@@ -3,7 +3,7 @@ are.
 
 | for | names |
 |-|-|
-| a format of files | `Format`, `FilesSource`, `File`, `Files`, `Part`, and what `Format.read` yields: `Item`, `Rows`, `Skipped` |
+| a format of files | `Format`, `FilesSource`, `File`, `Files`, `Part`, and what `Format.read` yields: `Item`, `Rows`, `Skipped`, `decoded` |
 | an array read in windows | `ArrayFile`, `ArrayLayout`, `read_window`, `parse_npy_header` |
 | a source of another kind | `Problems`, `check_unit`, `one_by_one`, `in_columns`, `Names`, `Remote`, `map_errors`, `redact`, `redact_text`, `absolute` |
 | bytes | `Stream`, `StreamFile`, `SeekableFile`, `RemoteObject`, `fetch`, `decompressed`, `check_object` |
@@ -57,7 +57,7 @@ from cachestream.sources.decode.values import (
 )
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
 from cachestream.sources.files_source import FilesSource
-from cachestream.sources.format import File, Files, Format, Item, Kept, Part, Skipped, malformed
+from cachestream.sources.format import File, Files, Format, Item, Kept, Part, Skipped, decoded, malformed
 from cachestream.sources.user_code import CallLock, call_decoder, fingerprint_of, guard_user_code
 from cachestream.transport.backends import Span
 from cachestream.transport.file_objects import SeekableFile

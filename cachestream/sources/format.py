@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, overload
@@ -51,6 +51,26 @@ class Skipped:
 
     reason: str
     count: int = 1
+
+
+def decoded(
+    items: Iterable[tuple[int, T] | Skipped], decode: Callable[[T], Any], noun: str
+) -> Iterator[tuple[int, Any] | Skipped]:
+    """Yield the samples that `decode` makes of what is stored in a file, with their numbers.
+
+    Those for which it raises SampleError or ValueError are Skipped, as "`noun` 7: …".
+    """
+    for item in items:
+        if isinstance(item, Skipped):
+            yield item
+            continue
+        number, stored = item
+        try:
+            sample = decode(stored)
+        except (ValueError, SampleError) as error:
+            yield Skipped(f"{noun} {number}: {error}")
+            continue
+        yield number, sample
 
 
 # A sample with its name in the file, which becomes its key; or several in columns; or some that are left out.
