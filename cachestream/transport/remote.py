@@ -284,7 +284,7 @@ class Remote:
 
     @property
     def listing_s(self) -> float:
-        """The deadline for a folder: drivers return all of its pages in one call; on the web it is one page."""
+        """The deadline for a folder: drivers list it in one call; on the web it is one page."""
         return PAGE_TIMEOUT_S if self.is_web else FOLDER_TIMEOUT_S
 
     def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float) -> T:
