@@ -194,7 +194,7 @@ def decompressed_records(stream: Stream, kind: str | None) -> Stream:
         head = stream.read(HEAD_BYTES)
         stream.push_back(head)
         # If the file is not packed and its first record is below 16 MB, bytes 3 to 7 are zeros.
-        is_zlib = head[:1] == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
+        is_zlib = bytes(head[:1]) == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
         if not is_zlib:
             return decompressed(stream)
         kind = "zlib"
