@@ -40,6 +40,7 @@ from cachestream.sources.api import (
 PREFETCH_BYTES: Final = 64 << 20  # of the chunks of one window; h5py fetches the rest one by one
 MAX_OPEN: Final = 32  # files of this process
 MAX_NAMES: Final = 10_000  # datasets to list in a message
+MAX_INDEX: Final = 200_000  # cached positions of chunks
 
 _call_lock: Final = CallLock(thread_safe=False)  # HDF5 is not thread-safe, even between files
 _open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
@@ -102,9 +103,10 @@ class Hdf5Array(ArrayFile):
         self._pid = os.getpid()
         self._opened: Any = None
         self._metadata: _Fetched | None = None
+        self._index: dict[tuple[int, ...], Span] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_h5py", "_pid", "_opened", "_metadata")
+        left_out = ("_h5py", "_pid", "_opened", "_metadata", "_index")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,16 +143,21 @@ class Hdf5Array(ArrayFile):
 
     def _spans(self, start: Sequence[int], size: Sequence[int]) -> list[Span]:
         """Return the places of the stored chunks that a window touches, up to PREFETCH_BYTES."""
-        if self.chunks is None:
-            return []
-        with self._dataset() as found:
-            places = [_place(found, chunk) for chunk in touched(self.chunks, start, size)]
-        ends = itertools.accumulate(stop - first for first, stop in places)
-        return [
-            place
-            for place, end in zip(places, ends, strict=True)
-            if place[1] > place[0] and end <= PREFETCH_BYTES
-        ]
+        chunks = [] if self.chunks is None else list(touched(self.chunks, start, size))
+        missing = [chunk for chunk in chunks if chunk not in self._index]
+        if missing:
+            with self._dataset() as found:
+                for chunk in missing:
+                    self._index[chunk] = _place(found, chunk)
+        spans, left = list[Span](), PREFETCH_BYTES
+        for chunk in chunks:
+            first, stop = self._index[chunk]
+            left -= stop - first
+            if stop > first and left >= 0:
+                spans.append((first, stop))
+        if len(self._index) > MAX_INDEX:
+            self._index = {}
+        return spans
 
     # --- h5py
 
@@ -184,6 +191,7 @@ class Hdf5Array(ArrayFile):
             self._metadata = _Fetched(self._file)
             file = self._h5py.File(self._metadata, "r")
         self._opened = self._choose(file)
+        self._index = {}
         self._contiguous = self._layout_of(self._opened)
         _open_arrays[id(self)] = weakref.ref(self)
         _open_arrays.move_to_end(id(self))

@@ -25,6 +25,7 @@ from cachestream.sources.api import (
 # The values of a bytes_list, a float_list or an int64_list, in order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
+Column = npt.NDArray[Any] | list[str] | list[bytes]
 _KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
 _INFERRED: Final = "inferred"  # the kind of a feature that the user gave none for
 # The messages of tensorflow/core/example/{example,feature}.proto, as (field, number, type). A packed list of
@@ -168,6 +169,42 @@ class FeatureFields:
     def _is_image(self, data: bytes) -> bool:
         return self.decode_images and looks_like_image(data)
 
+    def columns(self, examples: Sequence[Mapping[str, Feature]]) -> dict[str, Column] | None:
+        """Return the fields of several examples in columns, with the values that `sample` gives.
+
+        None if the examples differ in their features or in shape, hold images, or cannot all be used.
+        """
+        columns: dict[str, Column] = {}
+        kinds: Mapping[str, Any] = self.kinds or dict.fromkeys(examples[0], _INFERRED)
+        if self.kinds is None and any(example.keys() != kinds.keys() for example in examples):
+            return None
+        for name, kind in kinds.items():
+            every = all(name in example for example in examples)
+            column = self._column([example[name] for example in examples], kind) if every else None
+            if column is None:
+                return None
+            columns[name] = column
+        return columns or None
+
+    def _column(self, features: list[Any], kind: Any) -> Column | None:
+        if len({*map(type, features)}) > 1 or len({*map(len, features)}) > 1:
+            return None
+        if isinstance(features[0], np.ndarray):
+            alike = len({feature.dtype for feature in features}) == 1
+            return (
+                _number_column(np.concatenate(features).reshape(len(features), -1), kind) if alike else None
+            )
+        if len(features[0]) != 1:
+            return None
+        values = [feature[0] for feature in features]
+        if kind == "str":
+            try:
+                return [value.decode() for value in values]
+            except UnicodeDecodeError:
+                return None
+        is_plain = kind == "bytes" or (kind == _INFERRED and not any(map(self._is_image, values)))
+        return values if is_plain else None
+
 
 def _from_numbers(name: str, feature: npt.NDArray[Any], kind: Any) -> Any:
     if kind == "scalar":
@@ -182,6 +219,15 @@ def _from_numbers(name: str, feature: npt.NDArray[Any], kind: Any) -> Any:
         return feature.reshape(kind)
     except ValueError as error:
         raise SampleError(f"feature '{name}': {len(feature)} values do not make the shape {kind}") from error
+
+
+def _number_column(features: npt.NDArray[Any], kind: Any) -> Column | None:
+    """Return the features of all examples, a row each, as a column of `kind`."""
+    try:
+        first = _from_numbers("", features[0], kind)
+    except SampleError:
+        return None
+    return features.reshape(len(features), *np.shape(first))
 
 
 def _single(name: str, feature: Any) -> Any:

@@ -7,12 +7,15 @@ A record is stored as its length, the length's checksum, the data, and the data'
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from cachestream.formats.tf_example import (
+    Feature,
     FeatureFields,
     Kind,
     checked_kinds,
@@ -29,6 +32,7 @@ from cachestream.sources.api import (
     ImageOptions,
     Item,
     Part,
+    Rows,
     SampleError,
     Size,
     Skipped,
@@ -36,19 +40,18 @@ from cachestream.sources.api import (
     TooLargeError,
     Url,
     check_object,
-    decoded,
     decompressed,
-    in_columns,
     require,
 )
 
 MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
+TOGETHER_BYTES: Final = 512 << 10
 SCAN_BYTES: Final = 64 << 10  # looked through at a time for the first record of a part
+SMALL_BYTES: Final = 32 << 10  # records up to this average size are read many at once
 _HEAD: Final = struct.Struct("<QI")
 HEAD_BYTES: Final = _HEAD.size
 _TAIL_BYTES: Final = 4
 Checksum = Callable[[bytes], int]
-_NO_RECORD: Final = "this is no TFRecord, or damaged from here on"
 _COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
@@ -103,12 +106,16 @@ class TFRecordFormat(Format):
         """Yield the records of a part in order, as `Rows` where small consecutive ones have the same
         shapes.
         """
-        return in_columns(decoded(self._records(file, part), self._sample, "record at byte"))
+        for records in self._records(file, part):
+            if isinstance(records, Skipped):
+                yield records
+            elif self._raw:
+                places: Any = records.places
+                yield Rows(places, {"data": list(records)})
+            else:
+                yield from self._samples(records)
 
-    def _sample(self, record: bytes) -> dict[str, Any]:
-        return {"data": record} if self._raw else self._fields.sample(parse_example(record))
-
-    def _records(self, file: File, part: Part) -> Iterator[tuple[int, bytes] | Skipped]:
+    def _records(self, file: File, part: Part) -> Iterator[Records | Skipped]:
         checksum = load_checksum() if self._check_crc else None
         if part.count == 1:
             with file.stream() as stream:
@@ -120,6 +127,26 @@ class TFRecordFormat(Format):
         with file.stream_cut(begin, end + HEAD_BYTES) as stream:
             if begin == 0 or seek_record(stream, end, checksum):
                 yield from read_records(stream, checksum, end)
+
+    def _samples(self, records: Records) -> Iterator[Item]:
+        """Yield the samples in `records`, as one `Rows` where all of them are alike."""
+        examples: dict[int, dict[str, Feature]] = {}
+        for place, record in zip(records.places, records, strict=True):
+            try:
+                examples[place] = parse_example(record)
+            except ValueError as error:
+                yield Skipped(f"record at byte {place}: {error}")
+        columns = self._fields.columns(list(examples.values())) if len(examples) > 1 else None
+        if columns is not None:
+            yield Rows(list(examples), columns)  # type: ignore[arg-type]  # their places become keys
+            return
+        for place, example in examples.items():
+            try:
+                sample = self._fields.sample(example)
+            except (ValueError, SampleError) as error:
+                yield Skipped(f"record at byte {place}: {error}")
+                continue
+            yield place, sample
 
 
 class TFRecordSource(FilesSource):
@@ -188,6 +215,27 @@ class TFRecordSource(FilesSource):
 # --- the format --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """Some records of a file: `data[starts[i]:stops[i]]` is record i, `data` begins at byte `offset`."""
+
+    offset: int
+    data: bytes
+    starts: list[int]
+    stops: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def places(self) -> list[int]:
+        """The byte of the file at which each record begins, with its length."""
+        return [self.offset + start - HEAD_BYTES for start in self.starts]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.data[start:stop] for start, stop in zip(self.starts, self.stops, strict=True))
+
+
 def decompressed_records(stream: Stream, kind: str | None) -> Stream:
     """Return `stream`, unpacked as `kind` says: "gzip", "zlib", None, or "auto" (by the first bytes)."""
     if kind == "auto":
@@ -241,47 +289,112 @@ def seek_record(stream: Stream, end: int, checksum: Checksum) -> bool:
 
 def read_records(
     stream: Stream, checksum: Checksum | None, end: int | None = None
-) -> Iterator[tuple[int, bytes] | Skipped]:
-    """Yield each undamaged record, with the byte at which it begins, in order; others as Skipped.
+) -> Iterator[Records | Skipped]:
+    """Yield the undamaged records in order, small ones as they arrive together, others one by one; others as
+    Skipped.
 
-    The last one is the last that begins before byte `end`, if that is given. Raises SampleError if nothing
-    can be read from there on.
+    The last one is the last that begins before byte `end`, if that is given.
     """
     while end is None or stream.position < end:
-        place = stream.position
-        head = bytes(stream.read(HEAD_BYTES))
-        if not head:
-            return
-        if len(head) < HEAD_BYTES:
-            raise _damaged(place, "the file ends in the middle of its length")
-        length, length_crc = _HEAD.unpack(head)
-        if checksum is not None and _masked(checksum(head[:8])) != length_crc:
-            raise _damaged(place, f"the checksum of its length does not fit: {_NO_RECORD}")
-        if length > MAX_RECORD_BYTES:
-            raise _damaged(place, f"a length of {length} bytes: {_NO_RECORD}")
-        try:
-            check_object(length)
-        except TooLargeError as error:
-            if stream.skip(length + _TAIL_BYTES) < length + _TAIL_BYTES:
-                raise _damaged(place, str(error)) from error
-            yield Skipped(f"record at byte {place}: {error}")
-            continue
-        stored = stream.read(length + _TAIL_BYTES)
-        if len(stored) < length + _TAIL_BYTES:
-            raise _damaged(place, "the file ends in the middle of it")
-        record = bytes(stored[:length])
-        if checksum is not None and _masked(checksum(record)) != int.from_bytes(stored[length:], "little"):
-            yield Skipped(f"record at byte {place}: its checksum does not fit")
-        else:
-            yield place, record
+        offset, piece = stream.position, stream.take()
+        ends = _record_ends(piece, len(piece) if end is None else end - offset)
+        together = len(ends) > 1 and ends[-1] <= SMALL_BYTES * len(ends)
+        if together:
+            whole = yield from _read_together(offset, piece, ends, checksum)
+            piece = piece[ends[whole - 1] if whole else 0 :]
+        stream.push_back(piece)
+        # Also read the record that the piece ends in, or whose length is damaged.
+        for _ in range(1 if together else len(ends) + 1):
+            if end is not None and stream.position >= end:
+                return
+            record = _read_record(stream, checksum)
+            if record is None:
+                return
+            yield record
 
 
-def _damaged(place: int, reason: str) -> SampleError:
-    return SampleError(f"record at byte {place}: {reason}")
+def _record_ends(piece: memoryview, stop: int) -> list[int]:
+    """Return the end of each record that begins before `stop` and is complete in `piece`."""
+    ends: list[int] = []
+    at, most = 0, min(len(piece), TOGETHER_BYTES)
+    while at < stop and at + HEAD_BYTES <= most:
+        length, _ = _HEAD.unpack_from(piece, at)
+        at += HEAD_BYTES + length + _TAIL_BYTES
+        if at > most:
+            break
+        ends.append(at)
+    return ends
 
 
-def _masked(crc: int) -> int:
-    """Mask a CRC as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
+def _read_together(
+    offset: int, piece: memoryview, ends: list[int], checksum: Checksum | None
+) -> Generator[Records | Skipped, None, int]:
+    """Yield the undamaged records of `piece`, which end at `ends`.
+
+    Returns the number of records before the first damaged length.
+    """
+    data = bytes(piece[: ends[-1]])
+    heads = [0, *ends[:-1]]
+    starts, stops = [head + HEAD_BYTES for head in heads], [end - _TAIL_BYTES for end in ends]
+    whole, damaged = len(ends), []
+    if checksum is not None:
+        lengths = _crcs_match(
+            data, [checksum(data[head : head + 8]) for head in heads], [head + 8 for head in heads]
+        )
+        whole = whole if lengths.all() else int(lengths.argmin())
+        contents = [checksum(data[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+        damaged = np.flatnonzero(~_crcs_match(data, contents, stops)[:whole]).tolist()
+    first = 0
+    for bad in [*damaged, whole]:
+        if bad > first:
+            yield Records(offset, data, starts[first:bad], stops[first:bad])
+        if bad < whole:
+            yield Skipped(f"record at byte {offset + heads[bad]}: its checksum does not fit")
+        first = bad + 1
+    return whole
+
+
+def _crcs_match(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool_]:
+    """Return for each of `crcs` whether it matches the masked checksum stored at its place in `data`."""
+    every = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), 4)
+    stored = every[places].view("<u4").reshape(-1)
+    fits: npt.NDArray[np.bool_] = _masked(np.array(crcs, np.uint32)) == stored
+    return fits
+
+
+def _read_record(stream: Stream, checksum: Checksum | None) -> Records | Skipped | None:
+    """Read the next record; None at the end. Raises SampleError if nothing can be read from here on."""
+    offset = stream.position
+    name = f"record at byte {offset}"
+    head = bytes(stream.read(HEAD_BYTES))
+    if not head:
+        return None
+    if len(head) < HEAD_BYTES:
+        raise SampleError(f"{name}: the file ends in the middle of its length")
+    length, length_crc = _HEAD.unpack(head)
+    if checksum is not None and _masked(checksum(head[:8])) != length_crc:
+        raise SampleError(
+            f"{name}: the checksum of its length does not fit: this is no TFRecord, or damaged from here on"
+        )
+    if length > MAX_RECORD_BYTES:
+        raise SampleError(f"{name}: a length of {length} bytes: this is no TFRecord, or damaged from here on")
+    try:
+        check_object(length)
+    except TooLargeError as error:
+        if stream.skip(length + _TAIL_BYTES) < length + _TAIL_BYTES:
+            raise SampleError(f"{name}: {error}") from error
+        return Skipped(f"{name}: {error}")
+    record = bytes(stream.read(length))
+    tail = bytes(stream.read(_TAIL_BYTES))
+    if len(tail) < _TAIL_BYTES:
+        raise SampleError(f"{name}: the file ends in the middle of it")
+    if checksum is not None and _masked(checksum(record)) != int.from_bytes(tail, "little"):
+        return Skipped(f"{name}: its checksum does not fit")
+    return Records(offset + HEAD_BYTES, record, [0], [length])
+
+
+def _masked(crc: Any) -> Any:
+    """Mask a CRC, or an array of uint32 CRCs, as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 

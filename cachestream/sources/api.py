@@ -4,7 +4,7 @@ are.
 | for | names |
 |-|-|
 | a format of files | `Format`, `FilesSource`, `File`, `Files`, `Part` |
-| what `Format.read` yields | `Item`, `Rows`, `Skipped`; made by `decoded`, `in_columns` |
+| what `Format.read` yields | `Item`, `Rows`, `Skipped`; made by `decoded` |
 | an array read in windows | `ArrayFile`, `ArrayLayout`, `read_window`, `parse_npy_header` |
 | a source of another kind | `Problems`, `check_unit`, `one_by_one`, `Names`, `Remote` |
 | messages | `map_errors`, `redact`, `redact_text`, `absolute` |
@@ -40,7 +40,6 @@ from cachestream.sources.base import (
     Skipped,
     check_unit,
     decoded,
-    in_columns,
     one_by_one,
 )
 from cachestream.sources.decode.arrow_columns import Batch, Columns, expanded_bytes, load_arrow

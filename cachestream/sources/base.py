@@ -281,62 +281,6 @@ def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, A
             yield item
 
 
-ROWS_BYTES: Final = 512 << 10  # of the samples that become Rows
-_SMALL_BYTES: Final = 32 << 10  # of a value in them
-
-
-def in_columns(items: Iterable[tuple[int, Any] | T]) -> Iterator[tuple[int, Any] | Rows | T]:
-    """Yield `items` with runs of small samples that are alike as Rows: of dicts of the same fields, with
-    numbers and arrays of one dtype and shape, str and bytes.
-    """
-    run, like, nbytes = list[tuple[int, Any]](), None, 0
-    try:
-        for item in items:
-            if not isinstance(item, tuple):
-                yield item
-                continue
-            kind, size = _kind_of(item[1])
-            if run and (kind != like or nbytes > ROWS_BYTES):
-                yield from _as_rows(run)
-                run, nbytes = [], 0
-            run.append(item)
-            like, nbytes = kind, nbytes + size
-    except SampleError:
-        yield from _as_rows(run)
-        raise
-    yield from _as_rows(run)
-
-
-def _kind_of(sample: Mapping[str, Any]) -> tuple[Any, int]:
-    """Return what alike samples have in common, and the size of a sample; a large one is like no other."""
-    kind, nbytes = list[Any](), 0
-    for name, value in sample.items():
-        if isinstance(value, np.ndarray | np.generic):
-            kind += name, value.dtype, value.shape
-            size = value.nbytes
-        else:
-            kind += name, type(value)
-            size = len(value)
-        nbytes += size
-    return (kind if nbytes < _SMALL_BYTES else object()), nbytes
-
-
-def _as_rows(run: list[tuple[int, Any]]) -> Iterator[tuple[int, Any] | Rows]:
-    if len(run) < 2 or not run[0][1]:
-        yield from run
-        return
-    places: Any = [place for place, _ in run]  # which become keys
-    columns = zip(*[sample.values() for _, sample in run], strict=True)
-    yield Rows(places, dict(zip(run[0][1], map(_column, columns), strict=True)))
-
-
-def _column(values: tuple[Any, ...]) -> Any:
-    first = values[0]
-    if isinstance(first, np.ndarray) and first.ndim:  # np.array takes several times as long
-        return np.concatenate(values).reshape(len(values), *first.shape)
-    return list(values) if isinstance(first, str | bytes) else np.array(values)
-
-
 def decoded(
     items: Iterable[tuple[int, T] | Skipped], decode: Callable[[T], Any], noun: str
 ) -> Iterator[tuple[int, Any] | Skipped]:
