@@ -38,6 +38,7 @@ from cachestream.sources.api import (
     check_count,
     check_object,
     decode_with,
+    decoded,
     fingerprint_of,
     format_size,
     open_stream,
@@ -316,17 +317,7 @@ class IndexedFormat(Format):
             yield from self._decoded(cut_items(stream, table, first), file)
 
     def _decoded(self, items: Items, file: File) -> Iterator[Item]:
-        for item in items:
-            if isinstance(item, Skipped):
-                yield item
-                continue
-            number, data = item
-            try:
-                sample = self._decode(file, data)
-            except SampleError as error:
-                yield Skipped(f"sample {number}: {error}")
-                continue
-            yield number, sample
+        return decoded(items, partial(self._decode, file), "sample")
 
     def _read_whole(self, stream: Stream, file: File, count: int) -> Iterator[Item]:
         """Yield the samples in the `stream` of a file of `count` items."""

@@ -49,6 +49,7 @@ from cachestream.sources.api import (
     call_decoder,
     check_columns,
     decode_image,
+    decoded,
     decompressed,
     json_field,
     load_arrow,
@@ -96,7 +97,8 @@ class LitDataFormat(IndexedFormat):
         inner = decompressed(stream, required=True) if self._compression_unit == "chunk" else stream
         table = read_table(inner, count, 0, count)
         if self._has_sizes and table[0] == table[-1]:
-            return self._rows(inner.read_whole(), count)
+            # The chunk holds an Arrow table in place of items.
+            return decoded(_arrow_rows(inner.read_whole(), self._choice.images, count), self._row, "sample")
         return self._decoded(cut_items(inner, table, 0), file)
 
     def _decode(self, file: File, data: memoryview) -> Any:
@@ -117,25 +119,16 @@ class LitDataFormat(IndexedFormat):
             return found
         return tuple(found.values()) if self._container == "tuple" else found["0"]
 
-    def _rows(self, data: memoryview, count: int) -> Iterator[Item]:
-        """Yield the rows of a chunk that holds an Arrow table in place of items."""
-        for item in _arrow_rows(data, self._choice.images, count):
-            if isinstance(item, Skipped):
-                yield item
-                continue
-            number, row = item
-            for name in self._choice.names:
-                if name not in row:
-                    raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
-            try:
-                for name, decoder in self._choice.decoders.items():
-                    if isinstance(row[name], bytes):
-                        row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
-            except SampleError as error:
-                yield Skipped(f"sample {number}: {error}")
-                continue
-            columns = self._choice.columns
-            yield number, row if columns is None else {name: row[name] for name in columns}
+    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the chosen fields of a row of an Arrow table."""
+        for name in self._choice.names:
+            if name not in row:
+                raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
+        for name, decoder in self._choice.decoders.items():
+            if isinstance(row[name], bytes):
+                row[name] = call_decoder(f"the decoder of '{name}'", decoder, row[name])
+        columns = self._choice.columns
+        return row if columns is None else {name: row[name] for name in columns}
 
     # --- the index
 

@@ -222,7 +222,7 @@ class ParquetFormat(Format):
                     paged,
                     metadata=footer.metadata,
                     buffer_size=max(64 << 10, min(PIECE_BYTES, BUFFER_BYTES // max(1, len(chunks)))),
-                    pre_buffer=False,  # it reads in threads of pyarrow's, whose bytes are accounted to no unit
+                    pre_buffer=False,  # pyarrow's threads would read, for no unit
                     page_checksum_verification=True,
                 )
                 for batch in table.iter_batches(

@@ -40,6 +40,7 @@ from cachestream.sources.api import (
     TooLargeError,
     Url,
     check_object,
+    decompressed,
     require,
 )
 
@@ -118,7 +119,7 @@ class TFRecordFormat(Format):
         checksum = load_checksum() if self._check_crc else None
         if part.count == 1:
             with file.stream() as stream:
-                yield from read_records(decompressed_records(stream, self._compression, checksum), checksum)
+                yield from read_records(decompressed_records(stream, self._compression), checksum)
             return
         if checksum is None:
             raise ConfigError(f"{file.where}: with check_crc=False a file can only be read whole")
@@ -165,7 +166,8 @@ class TFRecordSource(FilesSource):
     a shape such as (28, 28) or (-1, 2), "bytes", "str", "image", or "texts" (a JSON text of all strings). A
     record that lacks one of them is skipped and counted. None: all features of each record.
 
-    compression: "gzip", "zlib", None, or "auto": by the first bytes of each file.
+    compression: "gzip", "zlib", None, or "auto": by the first bytes of each file, which may be packed by bzip2,
+    xz or zstd, too.
 
     check_crc: check the CRC-32C of every record. A record with a wrong checksum is skipped and counted; a
     wrong checksum of a length ends its file.
@@ -234,12 +236,16 @@ class Records:
         return (self.data[start:stop] for start, stop in zip(self.starts, self.stops, strict=True))
 
 
-def decompressed_records(stream: Stream, kind: str | None, checksum: Checksum | None) -> Stream:
+def decompressed_records(stream: Stream, kind: str | None) -> Stream:
     """Return `stream`, unpacked as `kind` says: "gzip", "zlib", None, or "auto" (by the first bytes)."""
     if kind == "auto":
         head = stream.read(HEAD_BYTES)
         stream.push_back(head)
-        kind = _compression_of(bytes(head), checksum)
+        # If the file is not packed and its first record is below 16 MB, bytes 3 to 7 are zeros.
+        is_zlib = bytes(head[:1]) == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
+        if not is_zlib:
+            return decompressed(stream)
+        kind = "zlib"
     return stream if kind is None else DecompressedStream(stream, kind)
 
 
@@ -390,22 +396,6 @@ def _read_record(stream: Stream, checksum: Checksum | None) -> Records | Skipped
 def _masked(crc: Any) -> Any:
     """Mask a CRC, or an array of uint32 CRCs, as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _compression_of(head: bytes, checksum: Checksum | None) -> str | None:
-    """Return the compression of a file that begins with `head`.
-
-    A record's length may look like any magic number, so its checksum is tried first.
-    """
-    if len(head) == HEAD_BYTES and checksum is not None:
-        _, crc = _HEAD.unpack(head)
-        if _masked(checksum(head[:8])) == crc:
-            return None
-    if head[:3] == b"\x1f\x8b\x08":
-        return "gzip"
-    # If the file is not packed and its first record is below 16 MB, bytes 3 to 7 are zeros.
-    is_zlib = head[:1] == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
-    return "zlib" if is_zlib else None
 
 
 def load_checksum() -> Checksum:

@@ -294,7 +294,7 @@ def tables_in(files: FileList) -> tuple[str, ...]:
 
 
 def _is_there(file: File) -> bool:
-    """Return whether a file can be read, by its first byte: not all servers tell a size, and it may be long."""
+    """Return whether a file can be read, by its first byte: not all servers tell a size."""
     try:
         with file.stream(0, 1) as stream:
             stream.read(1)

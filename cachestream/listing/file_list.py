@@ -113,9 +113,7 @@ class FileList:
         if self.remote.has_queries and any("?" in name or "@" in name for name in self.names):
             self._secret_names = self.names
             self._listing = replace(self._listing, names=Names(map(public_name, self.names)))
-        root = self._listing.root
-        scheme = "" if self.remote.is_local or "://" in root else f"{self.remote.protocol}://"
-        self.shown_root = redact(scheme + root)
+        self.shown_root = self.remote.shown(self._listing.root)
 
     @classmethod
     def of_one(cls, url: str, storage_options: Mapping[str, Any] | None) -> FileList:

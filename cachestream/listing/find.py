@@ -65,7 +65,7 @@ def expanded(remote: Remote, url: str) -> list[str]:
 
 
 def _is_file(remote: Remote, path: str) -> bool:
-    with map_errors(redact(f"{remote.protocol}://{path}"), secrets=remote.secrets):
+    with map_errors(remote.shown(path), secrets=remote.secrets):
         return bool(remote.ask("info", path)["type"] != "directory")
 
 

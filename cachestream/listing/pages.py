@@ -78,7 +78,7 @@ class S3Listing:
         for page in self._pages(last, page_names):
             if any(b <= a for a, b in zip([last, *page.names], page.names, strict=False)):
                 raise UnorderedError(
-                    f"{self._shown}: this store does not list by name; "
+                    f"{self.remote.shown(self._prefix)}: this store does not list by name; "
                     "give first_names=None to list all before"
                 )
             last = page.names[-1] if page.names else last
@@ -89,7 +89,7 @@ class S3Listing:
         return [name for page in self._pages("", PAGE_NAMES) for name in self._matching(page.names)]
 
     def _matching(self, names: list[str]) -> list[str]:
-        tell_of_dots(self._shown, names)
+        tell_of_dots(self.remote.shown(self._prefix), names)
         return name_filter(self.pattern)(names)
 
     def _pages(self, last: str, page_names: int) -> Iterator[Page]:
@@ -116,10 +116,6 @@ class S3Listing:
             found += filter(may_match, folders)
         return found
 
-    @property
-    def _shown(self) -> str:
-        return redact(f"{self.remote.protocol}://{self._prefix}")
-
     def _answers(self, prefix: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
         """Yield the answers of S3 for the paths that begin with `prefix` and come after `start`."""
         bucket, _, key = prefix.partition("/")
@@ -127,7 +123,7 @@ class S3Listing:
         if start:
             options["StartAfter"] = start.partition("/")[2]
         while True:
-            with map_errors(self._shown, secrets=self.remote.secrets):
+            with map_errors(self.remote.shown(self._prefix), secrets=self.remote.secrets):
                 req_kw = self.remote.driver().filesystem.req_kw
                 answer = self.remote.ask("call_s3", "list_objects_v2", **options, **req_kw)
             yield answer
@@ -270,17 +266,13 @@ class Walk:
         with closing(_FolderLister(self)) as lister:
             return [f"{parent}{name}/" for name in lister.for_folder(parent).subfolders]
 
-    @property
-    def shown(self) -> str:
-        is_whole = self.remote.is_local or "://" in self.root
-        return redact(self.root if is_whole else f"{self.remote.protocol}://{self.root}")
-
 
 class _FolderLister:
     """A lister of one folder after another; asynchronous drivers list the following ones in the meantime."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk, self._remote = walk, walk.remote
+        self._shown = walk.remote.shown(walk.root)
         self._may_match = folder_filter(walk.pattern)
         self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
         self._denied = ""
@@ -292,7 +284,7 @@ class _FolderLister:
 
         A wildcard leaves out the folders of this machine that may not be read, with a warning.
         """
-        where = self._walk.shown + redact(folder)
+        where = self._shown + redact(folder)
         with map_errors(where, secrets=self._remote.secrets):
             try:
                 found = self._list(folder, following)
@@ -300,11 +292,11 @@ class _FolderLister:
                 if not (folder and self._remote.is_local and self._walk.pattern != "**"):
                     raise
                 self._denied = self._denied or folder
-                warn_of_denied(self._walk.shown, self._denied)
+                warn_of_denied(self._shown, self._denied)
                 return Folder([], [])
         if not folder and not (found.files or found.subfolders):
             raise GoneError(
-                f"{self._walk.shown}: there is nothing here at present; is it mounted, and the path right?"
+                f"{self._shown}: there is nothing here at present; is it mounted, and the path right?"
             )
         if not found.is_there:
             self.for_folder("")  # an error if all is gone

@@ -49,7 +49,7 @@ def refuse_tables(files: FileList) -> None:
     with ThreadPoolExecutor(at_once) as pool:
         formats = list(pool.map(partial(_format_at, remote), asked))
     for folder, format_name in zip(asked, formats, strict=True):
-        _refuse(format_name, redact(folder if remote.is_local else f"{remote.protocol}://{folder}"))
+        _refuse(format_name, remote.shown(folder))
 
 
 def _named(name: str) -> tuple[str, str] | None:

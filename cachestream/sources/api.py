@@ -3,13 +3,17 @@ are.
 
 | for | names |
 |-|-|
-| a format of files | `Format`, `FilesSource`, `File`, `Files`, `Part`, and what `Format.read` yields: `Item`, `Rows`, `Skipped` |
+| a format of files | `Format`, `FilesSource`, `File`, `Files`, `Part` |
+| what `Format.read` yields | `Item`, `Rows`, `Skipped`; made by `decoded` |
 | an array read in windows | `ArrayFile`, `ArrayLayout`, `read_window`, `parse_npy_header` |
-| a source of another kind | `Problems`, `check_unit`, `one_by_one`, `Names`, `Remote`, `map_errors`, `redact`, `redact_text`, `absolute` |
+| a source of another kind | `Problems`, `check_unit`, `one_by_one`, `Names`, `Remote` |
+| messages | `map_errors`, `redact`, `redact_text`, `absolute` |
 | bytes | `Stream`, `StreamFile`, `SeekableFile`, `RemoteObject`, `fetch`, `decompressed`, `check_object` |
-| values in files | `decode_value`, `decode_fields`, `decode_with`, `decode_image`, `named_decoder`, `ImageOptions`, `call_decoder` |
-| values of tables and objects | `ColumnOptions`, `Columns`, `table_rows`, `usable_rows`, `plain_fields`, `json_field`, `Defaults` |
-| options | `check_count`, `check_columns`, `check_encoding`, `check_mapping`, `whole_number`, `require`, `fingerprint_of` |
+| values in files | `decode_value`, `decode_fields`, `decode_with`, `named_decoder`, `call_decoder` |
+| images | `decode_image`, `ImageOptions` |
+| tables and objects | `ColumnOptions`, `Columns`, `table_rows`, `usable_rows`, `plain_fields`, `Defaults` |
+| options | `check_count`, `check_columns`, `check_encoding`, `check_mapping`, `whole_number` |
+| others | `require`, `fingerprint_of`, `json_field` |
 """
 
 from __future__ import annotations
@@ -29,7 +33,15 @@ from cachestream.listing.names import Names, Page
 from cachestream.listing.patterns import COMPRESSED_ENDINGS, absolute, extension_of, is_image, kind_of
 from cachestream.listing.table_formats import refuse_tables
 from cachestream.sources.array_windows import BATCH_BYTES, ArrayFile, read_window
-from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
+from cachestream.sources.base import (
+    Item,
+    Problems,
+    Rows,
+    Skipped,
+    check_unit,
+    decoded,
+    one_by_one,
+)
 from cachestream.sources.decode.arrow_columns import Batch, Columns, expanded_bytes, load_arrow
 from cachestream.sources.decode.compression import DecompressedStream, decompressed, require_decompressor
 from cachestream.sources.decode.images import (
@@ -57,7 +69,7 @@ from cachestream.sources.decode.values import (
 )
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
 from cachestream.sources.files_source import FilesSource
-from cachestream.sources.format import File, Files, Format, Item, Kept, Part, Skipped, malformed
+from cachestream.sources.format import File, Files, Format, Kept, Part, malformed
 from cachestream.sources.user_code import CallLock, call_decoder, fingerprint_of, guard_user_code
 from cachestream.transport.backends import Span
 from cachestream.transport.file_objects import SeekableFile

@@ -34,8 +34,8 @@ from cachestream.sources.array_windows import (
     open_aligned,
 )
 from cachestream.sources.base import check_unit, whole_units
-from cachestream.sources.files_source import FileUnits
 from cachestream.sources.registry import array_files
+from cachestream.sources.units import FileUnits
 from cachestream.transport.local_files import is_on_disk
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
@@ -271,8 +271,7 @@ class ArrayLocation:
     @property
     def shown(self) -> str:
         """The path as shown in messages."""
-        scheme = "" if self.remote.is_local or "://" in self.path else f"{self.remote.protocol}://"
-        return redact(scheme + self.path)
+        return self.remote.shown(self.path)
 
     @property
     def name(self) -> str:

@@ -81,6 +81,18 @@ class Rows:
             yield key, dict(zip(names, values, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """`count` samples that cannot be used, and the `reason`, without the name of the file."""
+
+    reason: str
+    count: int = 1
+
+
+# A sample with its name in the file, which becomes its key; or several in columns; or some that are left out.
+Item = tuple[str | int, Any] | Rows | Skipped
+
+
 @runtime_checkable
 class ColumnarSource(Source, Protocol):
     """A source that can also yield samples in columns, which is many times as fast for small ones."""
@@ -272,6 +284,26 @@ def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, A
             yield from item.samples
         else:
             yield item
+
+
+def decoded(
+    items: Iterable[tuple[int, T] | Skipped], decode: Callable[[T], Any], noun: str
+) -> Iterator[tuple[int, Any] | Skipped]:
+    """Yield the samples that `decode` makes of what is stored in a file, with their numbers.
+
+    Those for which it raises SampleError or ValueError are Skipped, as "`noun` 7: …".
+    """
+    for item in items:
+        if isinstance(item, Skipped):
+            yield item
+            continue
+        number, stored = item
+        try:
+            sample = decode(stored)
+        except (ValueError, SampleError) as error:
+            yield Skipped(f"{noun} {number}: {error}")
+            continue
+        yield number, sample
 
 
 class Problems:

@@ -6,7 +6,7 @@ Nested values of Python objects become the same fields as columns of Parquet:
 |-|-|
 | dict | a field for each member, "name.member" |
 | list of numbers, nested too | an array |
-| list that holds texts or dicts | JSON text; refused if it holds arrays, bytes or other values that JSON has not |
+| list that holds texts or dicts | JSON text; refused if it holds what JSON has not, as arrays and bytes |
 | image in Hugging Face's layout, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
 | list of such images, or of their bytes, of one size | uint8 `[N, 3, H, W]` |
 | anything else, also None | unchanged |

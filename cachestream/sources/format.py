@@ -1,7 +1,7 @@
 """The protocol of formats: files, their parts, and the samples in a part.
 
     FileList ──▶ File ──▶ Format.parts ──▶ a unit for each part ──▶ Format.read ──▶ samples, Rows, Skipped
-    (listing)                (names)         (numbered in rounds)      (one part)     (keys, folders, defaults)
+    (listing)                (names)         (numbered in rounds)     (one part)     (keys, folders, defaults)
 
 A format knows files, parts and bytes. All that formats share is in `FilesSource`.
 """
@@ -22,7 +22,7 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError, Sourc
 from cachestream.listing.file_list import FileList
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import COMPRESSED_ENDINGS
-from cachestream.sources.base import Rows
+from cachestream.sources.base import Item
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
 from cachestream.transport.file_objects import SeekableFile, open_file
 from cachestream.transport.object_limit import TooLargeError
@@ -43,18 +43,6 @@ class Part:
     number: int
     count: int
     name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """`count` samples that cannot be used, and the `reason`, without the name of the file."""
-
-    reason: str
-    count: int = 1
-
-
-# A sample with its name in the file, which becomes its key; or several in columns; or some that are left out.
-Item = tuple[str | int, Any] | Rows | Skipped
 
 
 class File:

@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -35,9 +36,8 @@ CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 PIECE_S: Final = 60.0
 CALL_MIB_S: Final = 5.0
 MOST_LATE: Final = 64  # calls in a process that nobody waits for any more
-_IDLE_S: Final = 0.2
 
-_Call = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
+_Calls = queue.SimpleQueue["tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None"]
 
 
 async def in_time(answer: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
@@ -80,10 +80,11 @@ class LateCallsError(SourceUnavailableError):
 
 
 class Caller:
-    """A thread that makes blocking calls, one after the other, and keeps no process alive.
+    """A thread that makes blocking calls, one after the other. It keeps no process alive, and ends with the
+    Caller.
 
-    It ends when it has had nothing to do for `_IDLE_S`, and begins anew with the next call. A Caller whose
-    call is late is abandoned. Raises LateCallsError where `MOST_LATE` calls of this process are late.
+    A Caller whose call is late is abandoned. Raises LateCallsError where `MOST_LATE` calls of this process
+    are late.
     """
 
     late: ClassVar[defaultdict[int, set[_Calls]]] = defaultdict(set)  # by process: a fork has no such threads
@@ -94,12 +95,14 @@ class Caller:
                 f"{MOST_LATE} calls of drivers in process {os.getpid()} have not returned; check the "
                 "network, and restart the process"
             )
-        self._calls = _Calls()
+        self._calls: _Calls = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name="driver", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have `call` made after those that were submitted before."""
         future = concurrent.futures.Future[T]()
-        self._calls.add((call, future))
+        self._calls.put((call, future))
         return future
 
     def abandon(self) -> None:
@@ -109,36 +112,13 @@ class Caller:
         self.submit(partial(late.discard, self._calls))
 
 
-class _Calls:
-    """The calls that wait for one thread, and that thread while there is one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting = queue.SimpleQueue[_Call]()
-        self._is_served = False
-
-    def add(self, wanted: _Call) -> None:
-        with self._lock:
-            self._waiting.put(wanted)
-            if not self._is_served:
-                self._is_served = True
-                threading.Thread(target=self._serve, name="driver", daemon=True).start()
-
-    def _serve(self) -> None:
-        while (wanted := self._next()) is not None:
-            call, future = wanted
-            if not future.cancelled():
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
-                    try:
-                        future.set_result(call())
-                    except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-                        future.set_exception(error)
-            del wanted, call, future
-
-    def _next(self) -> _Call | None:
-        """The next call; None if the thread is to end."""
-        with contextlib.suppress(queue.Empty):
-            return self._waiting.get(timeout=_IDLE_S)
-        with self._lock:
-            self._is_served = not self._waiting.empty()
-            return self._waiting.get() if self._is_served else None
+def _serve(calls: _Calls) -> None:
+    while (wanted := calls.get()) is not None:
+        call, future = wanted
+        if not future.cancelled():
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  raised in the waiting thread
+                    future.set_exception(error)
+        del wanted, call, future

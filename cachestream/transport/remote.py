@@ -255,6 +255,11 @@ class Remote:
                 ) from None
         return filesystem, str(path)
 
+    def shown(self, path: str) -> str:
+        """Return a path for the driver as messages show it: with its scheme, without secrets."""
+        is_whole = self.is_local or "://" in path
+        return redact(path if is_whole else f"{self.protocol}://{path}")
+
     def path_of(self, url: str) -> str:
         """Return the path for the driver of `url`, of the same scheme; of a chained one, only of this
         Remote's.
@@ -279,7 +284,7 @@ class Remote:
 
     @property
     def listing_s(self) -> float:
-        """The deadline for a folder: drivers return all of its pages in one call; on the web it is one page."""
+        """The deadline for a folder: drivers list it in one call; on the web it is one page."""
         return PAGE_TIMEOUT_S if self.is_web else FOLDER_TIMEOUT_S
 
     def answer_of(self, driver: Backend, asked: Future[T], timeout_s: float) -> T:

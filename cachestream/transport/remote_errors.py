@@ -28,6 +28,12 @@ ATTEMPTS: Final = 4  # of `patiently`
 BACKOFF_START_S: Final = 0.5
 BACKOFF_LIMIT_S: Final = 60.0
 
+# With these codes a remote asks for fewer requests.
+_THROTTLED: Final = (
+    "BandwidthLimitExceeded", "RequestLimitExceeded", "RequestThrottled", "RequestThrottledException",
+    "ServerBusy", "ServiceUnavailable", "SlowDown", "ThrottledException", "Throttling", "ThrottlingException",
+    "TooManyRequests", "TooManyRequestsException", "429", "503",
+)  # fmt: skip
 # The codes of services and the statuses of HTTP, by the kind of failure. What passes by itself is asked for
 # again for as long as it takes (`_TRANSIENT`); all others are final, for one object or for the whole source.
 _KIND_CODES: Final[dict[Kind, tuple[str, ...]]] = {
@@ -37,19 +43,18 @@ _KIND_CODES: Final[dict[Kind, tuple[str, ...]]] = {
     ),
     "credentials": (
         "AccountProblem", "AuthorizationHeaderMalformed", "CredentialsNotSupported", "ExpiredToken",
-        "ExpiredTokenException", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "MissingSecurityHeader",
-        "NotSignedUp", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnrecognizedClientException", "401",
+        "ExpiredTokenException", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken",
+        "MissingSecurityHeader", "NotSignedUp", "SignatureDoesNotMatch", "TokenRefreshRequired",
+        "UnrecognizedClientException", "401",
     ),
     "clock": ("RequestExpired", "RequestInTheFuture", "RequestTimeTooSkewed"),
     "bucket": (
         "IllegalLocationConstraintException", "InvalidBucketName", "NoSuchBucket", "PermanentRedirect", "301",
     ),
     "unavailable": (
-        "BandwidthLimitExceeded", "ConditionalRequestConflict", "InternalError", "InternalFailure",
-        "OperationAborted", "OperationTimedOut", "PriorRequestNotComplete", "RequestLimitExceeded",
-        "RequestThrottled", "RequestThrottledException", "RequestTimeout", "RequestTimeoutException", "ServerBusy",
-        "ServiceUnavailable", "SlowDown", "ThrottledException", "Throttling", "ThrottlingException",
-        "TooManyRequests", "TooManyRequestsException", "408", "421", "423", "425", "429", "500", "502", "503", "504",
+        *_THROTTLED, "ConditionalRequestConflict", "InternalError", "InternalFailure", "OperationAborted",
+        "OperationTimedOut", "PriorRequestNotComplete", "RequestTimeout", "RequestTimeoutException",
+        "408", "421", "423", "425", "500", "502", "504",
     ),
     "range": ("InvalidRange", "416"),
     "changed": ("PreconditionFailed", "412"),
@@ -57,27 +62,23 @@ _KIND_CODES: Final[dict[Kind, tuple[str, ...]]] = {
 }  # fmt: skip
 _TRANSIENT: Final = ("clock", "unavailable", "changed")
 _CODES: Final = {code: kind for kind, codes in _KIND_CODES.items() for code in codes}
-# With these codes a remote asks for fewer requests.
-_THROTTLED: Final = frozenset(
-    {"BandwidthLimitExceeded", "RequestLimitExceeded", "RequestThrottled", "RequestThrottledException", "ServerBusy",
-     "ServiceUnavailable", "SlowDown", "ThrottledException", "Throttling", "ThrottlingException", "TooManyRequests",
-     "TooManyRequestsException", "429", "503"}
-)  # fmt: skip
 _KIND_CLASSES: Final[dict[Kind, tuple[str, ...]]] = {
     "credentials": (
-        "ClientAuthenticationError", "CredentialRetrievalError", "DefaultCredentialsError", "NoCredentialsError",
-        "PartialCredentialsError", "ProfileNotFound", "RefreshError", "TokenRetrievalError", "UnauthorizedSSOTokenError",
+        "ClientAuthenticationError", "CredentialRetrievalError", "DefaultCredentialsError",
+        "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "RefreshError",
+        "TokenRetrievalError", "UnauthorizedSSOTokenError",
     ),
     "bucket": ("InvalidRegionError", "NoRegionError", "ParamValidationError"),
     "other": (
-        "CertificateError", "ClientConnectorCertificateError", "LocalProtocolError", "SSLCertVerificationError",
-        "UnsupportedProtocol",
+        "CertificateError", "ClientConnectorCertificateError", "LocalProtocolError",
+        "SSLCertVerificationError", "UnsupportedProtocol",
     ),
     "unavailable": (
         "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "EndpointConnectionError",
         "FSTimeoutError", "HTTPClientError", "IncompleteRead", "IncompleteReadError", "ReadTimeout",
         "ResponseParserError", "ResponseStreamingError", "ServiceRequestError", "ServiceResponseError",
-        "TimeoutError", "TransportError", "ConnectionError", "gaierror", "NoValidConnectionsError", "SSHException",
+        "TimeoutError", "TransportError", "ConnectionError", "gaierror", "NoValidConnectionsError",
+        "SSHException",
     ),
     "missing": ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"),
     "denied": ("PermissionError", "AuthenticationException"),

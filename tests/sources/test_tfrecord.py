@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import gzip
 import io
+import lzma
 import struct
 import subprocess
 import sys
@@ -148,7 +150,7 @@ def test_sequence_examples_are_refused_by_name(tmp_path: Path) -> None:
 # --- compression, damage -----------------------------------------------------------------------
 
 
-def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
+def test_a_length_that_looks_like_gzip_is_a_length_where_the_user_says_so(tmp_path: Path) -> None:
     """1f 8b 08 begins a gzip file, and also a record of 559,903 bytes."""
     writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
     room = 559_903 - len(example(entry("x", 1, b""))) - 12
@@ -157,9 +159,19 @@ def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
             writer.write({"x": (bytes(room + grow), "byte")})
     writer.close()
     assert (tmp_path / "a.tfrecord").read_bytes()[:3] == b"\x1f\x8b\x08"
-    ((_, sample),), reason = read_unit(TFRecordSource(tmp_path))
+    assert "a.tfrecord: " in read_unit(TFRecordSource(tmp_path))[1]
+    ((_, sample),), reason = read_unit(TFRecordSource(tmp_path, compression=None))
     assert len(sample["x"]) > 559_000
     assert reason == ""
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_packed_file_is_known_by_its_first_bytes(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    write(tmp_path / "a.tfrecord", 10)
+    path = tmp_path / "a.tfrecord"
+    path.write_bytes(pack(path.read_bytes()))
+    found, reason = read_unit(TFRecordSource(path))
+    assert (len(found), reason) == (10, "")
 
 
 def test_a_record_whose_checksum_does_not_fit_is_left_out_and_others_come(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@
 | (nested) list, fixed-size list, tensor of numbers, decimals or times | an array |
 | struct | one field for each member, "column.member" |
 | struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
-| list of such structs, list of binary | decoded images of one size, uint8 `[N, 3, H, W]`; nulls are left out |
+| list of such structs, list of binary | images of one size, uint8 `[N, 3, H, W]`; nulls are left out |
 | list of structs that hold binary | a list for each member, "column.member" |
 | other lists, map | JSON text, with the numbers above in place of decimals and times |
 | other lists and maps that hold binary | refused |

@@ -12,7 +12,7 @@ import numpy as np
 
 from cachestream.config import check_mapping
 from cachestream.errors import ConfigError
-from cachestream.sources.base import Rows
+from cachestream.sources.base import Item, Rows, Skipped
 from cachestream.sources.decode.arrow_columns import (
     Batch,
     Columns,
@@ -25,7 +25,6 @@ from cachestream.sources.decode.arrow_columns import (
 from cachestream.sources.decode.images import UNCHANGED, ImageOptions
 from cachestream.sources.decode.values import named_decoder
 from cachestream.sources.fields import check_columns
-from cachestream.sources.format import Item, Skipped
 
 _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
