@@ -15,9 +15,9 @@ from cachestream.listing.names import Names
 from cachestream.schema import IntArray
 from cachestream.sources.base import Item, Problems, Rows, Skipped, check_unit, in_own_context, one_by_one
 from cachestream.sources.fields import Defaults, repeated
+from cachestream.sources.file_units import FileUnits
 from cachestream.sources.format import File, Files, Format, Kept, Part
 from cachestream.sources.hive import FolderColumns
-from cachestream.sources.units import FileUnits
 from cachestream.transport import object_limit
 from cachestream.transport.local_files import is_on_disk
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachestream as cs
+from cachestream.sources.file_units import FileUnits
 from cachestream.sources.files_source import EXPANSION, MANY_FILES, parts_for_diversity
-from cachestream.sources.units import FileUnits
 from cachestream.testing.checks import cached_keys
 
 tfrecord: Any = pytest.importorskip("tfrecord")
