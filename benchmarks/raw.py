@@ -1,7 +1,7 @@
 """Filling from raw arrays at the speed of memory and of the disk: `python -m benchmarks.raw`.
 
-Windows of 256 KiB of four float32 arrays, 1 GiB in all: `.npy` files and HDF5 on this machine, and `.npy` files on an S3
-server (rclone). One process fills a cache, from the first sixteenth of the samples to the last but a few; beside it, in
+Windows of 256 KiB of four float32 arrays of 1 GiB in all, 3 GiB of windows at random: `.npy` files and HDF5 on this machine,
+and objects of one window on an S3 server (rclone). One process fills a cache, from the first sixteenth to the last; beside it, in
 turns, a plain loop in one process does the least that can be done: it reads the same windows to their places in a column
 of 64 MB, and writes that, again and again. "Memory": arrays and cache lie in /dev/shm. "Disk": the cache lies on a disk,
 and bare writers write as much from warm memory. Nobody syncs. Then a trainer with steps of 10 ms reads the cache while it
@@ -30,7 +30,8 @@ from tests.support.s3 import run_s3_server
 SIDE: Final = 256
 WINDOW_BYTES: Final = SIDE * SIDE * 4
 FILES, ROWS = 4, 1024
-SAMPLES: Final = FILES * ROWS
+WINDOWS: Final = FILES * ROWS  # different ones, and objects
+SAMPLES: Final = 3 * WINDOWS
 COLUMN: Final = 256  # windows: 64 MB
 TURNS: Final = 3
 STEP_S: Final = 0.01
@@ -47,17 +48,16 @@ def write_arrays(folder: Path) -> None:
 
 
 def write_objects(folder: Path) -> None:
-    """As many `.npy` files of one window each."""
+    """`.npy` files of one window each."""
     array = np.random.default_rng(0).random((SIDE, SIDE), dtype=np.float32)
-    for number in range(SAMPLES):
+    for number in range(WINDOWS):
         array[0, 0] = number
         np.save(folder / f"{number:04d}.npy", array)
 
 
 def places() -> list[tuple[int, int]]:
-    """The file and the row of each window of one pass, in a random order."""
-    order = np.random.default_rng(0).permutation(SAMPLES)
-    return [divmod(int(one), ROWS) for one in order]
+    """The file and the row of each window, at random."""
+    return [divmod(int(one), ROWS) for one in np.random.default_rng(0).integers(0, WINDOWS, SAMPLES)]
 
 
 def npy_reader(folder: Path) -> Callable[[int, int, memoryview], object]:
@@ -125,31 +125,31 @@ def bare_writers(target: Path, processes: int) -> float:
 
 
 def windows_of(arrays: Path, kind: str) -> Any:
-    """A source of all windows of the arrays of this kind, "npy" or "h5"."""
+    """A source of windows of the arrays of this kind, "npy" or "h5"."""
     urls = [str(arrays / f"{number}.{kind}") for number in range(FILES)]
     return cs.ArraySource(
-        urls, window=(1, None, None), windows="grid", dataset="data" if kind == "h5" else None
+        urls, window=(1, None, None), num_units=SAMPLES, dataset="data" if kind == "h5" else None
     )
 
 
-def fill(source: Any, target: Path, processes: int, *, train: bool = False) -> float:
-    """MB/s of a cache that is filled by `processes`, while a trainer reads it if `train`."""
+def fill(source: Any, target: Path, processes: int, samples: int = SAMPLES, *, train: bool = False) -> float:
+    """MB/s of a cache that `processes` fill with `samples`, while a trainer reads it if `train`."""
     folder, ballast = target / "cache", Ballast(target)
     with (
-        cs.Cache(folder, size_limit="3GB", min_free=0) as cache,
+        cs.Cache(folder, size_limit="5GB", min_free=0) as cache,
         cs.start_worker(cache, source, num_workers=processes),
     ):
-        first = cache.wait(SAMPLES // 16, timeout_s=120)
+        first = cache.wait(samples // 16, timeout_s=120)
         ballast.release()
         begun_s = time.perf_counter()
         if train:
             with cs.EpochLoader(cache, batch_size=BATCH) as loader:
-                while cache.num_samples < SAMPLES * 15 // 16:
+                while cache.num_samples < samples * 15 // 16:
                     for _ in loader:
                         time.sleep(STEP_S)
-                        if cache.num_samples >= SAMPLES * 15 // 16:
+                        if cache.num_samples >= samples * 15 // 16:
                             break
-        last = cache.wait(SAMPLES * 15 // 16, timeout_s=300)
+        last = cache.wait(samples * 15 // 16, timeout_s=300)
         took_s = time.perf_counter() - begun_s
     shutil.rmtree(folder)
     return (last - first) * WINDOW_BYTES / took_s / 1e6
@@ -195,8 +195,8 @@ def main() -> None:
             note("disk_two_to_writers", ours / writers)
         with run_s3_server(memory, fresh=False) as server:  # the folder of objects is a bucket
             bucket = cs.open_source("s3://objects/*.npy", storage_options=server.storage_options)
-            note("s3_mb_per_s", fill(bucket, memory, 1))
-            note("s3_two_mb_per_s", fill(bucket, memory, 2))
+            note("s3_mb_per_s", fill(bucket, memory, 1, WINDOWS))
+            note("s3_two_mb_per_s", fill(bucket, memory, 2, WINDOWS))
     emit(**{name: statistics.median(values) for name, values in found.items()})
 
 

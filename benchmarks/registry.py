@@ -309,7 +309,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     ),
     "raw": Benchmark(
         "Raw arrays",
-        "Windows of 256 KiB of float32 arrays, 1 GiB; one process fills a cache with a shard size of 64 MB, beside a plain loop in one "
+        "Windows of 256 KiB of float32 arrays, 3 GiB; one process fills a cache with a shard size of 64 MB, beside a plain loop in one "
         "process that reads them to their places in a column and writes that, in turns. Arrays and cache lie in memory (/dev/shm), or the "
         "cache on a disk, beside bare writers that do not sync either. The trainer takes 10 ms for a step.",
         (
@@ -324,10 +324,10 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("hdf5_to_loop", "of the plain loop"),
             Figure("disk_mb_per_s", "on the disk, one process", "MB/s"),
             Figure("disk_writer_mb_per_s", "a bare writer", "MB/s"),
-            Figure("disk_to_writer", "of the bare writer", target=0.9),
-            Figure("disk_to_loop", "of the plain loop"),
+            Figure("disk_to_writer", "of the bare writer"),
+            Figure("disk_to_loop", "of the plain loop that writes there", target=0.7),
             Figure("disk_two_mb_per_s", "on the disk, two processes", "MB/s"),
-            Figure("disk_two_to_writers", "of two bare writers", target=0.9),
+            Figure("disk_two_to_writers", "of two bare writers"),
             Figure("s3_mb_per_s", "objects of an S3 server on this machine, one process", "MB/s"),
             Figure("s3_two_mb_per_s", "two processes", "MB/s"),
         ),
