@@ -286,6 +286,23 @@ def adopt_orphans() -> bool:
     return bool(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0)
 
 
+def lower_session(pid: int, nice: int) -> bool:
+    """Give the session of a process as little of the processors as the value `nice` gives a process.
+
+    Where sessions are scheduled as groups (sched_autogroup, in most distributions), that of a process counts
+    within its own session only: a background process of its own session takes as much as a trainer. Returns
+    False if the kernel asks to try later: it takes one change in a tenth of a second.
+    """
+    try:
+        with open(f"/proc/{pid}/autogroup", "w", encoding="ascii") as file:
+            file.write(str(nice))
+    except BlockingIOError:
+        return False
+    except OSError:  # no such groups, or no such process any more
+        return True
+    return True
+
+
 def name_process(name: str) -> None:
     """Set the name that `ps` and `top` show, the first 15 characters of it."""
     _libc.prctl(_PR_SET_NAME, name.encode())

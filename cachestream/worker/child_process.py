@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, Final
 
-from cachestream.linux import die_with_parent, name_process
+from cachestream.linux import die_with_parent, lower_session, name_process
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.channel import Channel, Message
 from cachestream.worker.processes import EndedSessions, detach_from_terminal, reap_orphans
@@ -135,6 +135,12 @@ class Forks:
         self.ended.end_members()
         reap_orphans([child.pid for child in self.children])
 
+    def lower_sessions(self) -> None:
+        """Have the trainer come before the next process that has begun; called several times a second."""
+        new = next((child for child in self.children if child.pid is not None and not child.is_lowered), None)
+        if new is not None and new.pid is not None:
+            new.is_lowered = lower_session(new.pid, _NICE)
+
     def close_in_child(self) -> None:
         """Close the supervisor's files in a process that it has forked."""
         self.selector.close()
@@ -162,6 +168,7 @@ class ChildProcess:
         self.life_s: float | None = None  # the time of its last message
         self.start_at_s: float | None = None  # the time at which it is to be started
         self.started_s = 0.0
+        self.is_lowered = False  # its session, below that of the trainer
         forks.children.append(self)
 
     @property
@@ -187,6 +194,7 @@ class ChildProcess:
         """Start the process; it stays due if the system refuses."""
         self._last_lines.clear()
         self._rest, self.life_s, self.start_at_s = b"", None, now_s
+        self.is_lowered = False
         ours, theirs = socket.socketpair()
         try:
             output, to_output = os.pipe()

@@ -338,6 +338,7 @@ class Supervisor:
         if was_suspended(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
+        self._forks.lower_sessions()
         self._samplers.check(now_s, self._resumed_s)
         self._lister.tick(now_s, self._resumed_s)
         if self._sharing is not None and self._sharing.tick(now_s, self._resumed_s) is not None:

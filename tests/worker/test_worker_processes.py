@@ -362,3 +362,15 @@ def test_only_what_python_imports_from_is_passed_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "/first", Path("/passed/over"), b"/too"])
     assert import_path() == (str(tmp_path), "/first")
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/autogroup"), reason="sessions are not scheduled as groups here"
+)
+def test_the_sessions_of_sampling_processes_come_after_that_of_the_trainer(cache: Cache) -> None:
+    def groups() -> list[str]:
+        return [Path(f"/proc/{pid}/autogroup").read_text().split()[-1] for pid in sampling_pids(cache)]
+
+    with cs.start_worker(cache, Numbers(4000, pause_s=0.01), num_workers=3):
+        wait_until(lambda: groups() == ["5"] * 3, "all of them are lowered, a tenth of a second apart")
+        assert Path("/proc/self/autogroup").read_text().split()[-1] == "0"
