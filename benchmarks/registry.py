@@ -554,7 +554,8 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     "speeds": Benchmark(
         "Accuracy by the speed of the remote",
         "The network, the views and the loaders from above, each for 20 s, from a remote that gives a tenth of what the trainer could "
-        "take (10 MB/s) up to twice as much; 48,000 views.",
+        "take (10 MB/s) up to twice as much; 48,000 views. One run each; the rows of cachestream were taken after the others, on the same "
+        "machine.",
         command='make bench-accuracy ACCURACY_ARGS="--speeds 0.1,0.3,1,2 --seconds 20 --seeds 1 --save"',
         plot="../docs/remote-speeds.png",
     ),
