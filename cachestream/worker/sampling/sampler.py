@@ -39,7 +39,8 @@ from cachestream.worker.sampling.unit import Unit, UnitRead
 
 _FATAL_REFUSALS: Final = 20
 _QUIET_S: Final = 5.0  # without a byte: then the board says so
-_STEPS: Final = 8  # in which the units of a window are delivered
+_STEPS: Final = 8  # in which the units of a window are delivered, at least
+_STEP_S: Final = 0.005
 _LEFT: Final = 0.75  # of the window: with fewer units in flight, more are asked for
 
 
@@ -94,8 +95,10 @@ class Sampler:
             self._engine.stop()
 
     def _step(self) -> None:
-        """Wait for a delivery, and take those that are there by then, a few: more units are asked for in time."""
-        timeout_s = min(BEAT_S, self._writer.due_in_s())
+        """Wait for a delivery, and take more that are there by then: as many as take a few milliseconds, so that
+        shards are published and more units asked for in time.
+        """
+        since_s, timeout_s = time.monotonic(), min(BEAT_S, self._writer.due_in_s())
         for _ in range(max(1, self._engine.window // _STEPS)):
             begun_s = time.monotonic()
             delivery = self._fetcher.next(timeout_s)
@@ -106,6 +109,8 @@ class Sampler:
                 break
             self._deliver(delivery)
             self._arrived_s, timeout_s = time.monotonic(), 0.0
+            if self._arrived_s - since_s > _STEP_S:
+                break
         self._count_cpu()
         self._engine.tick()
         self._writer.flush_if_due()
