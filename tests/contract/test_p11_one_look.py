@@ -163,10 +163,8 @@ def test_evictions_and_waits_are_counted_and_a_full_cache_says_what_it_waits_for
         assert (status.evicted_samples, status.epoch_waits) == (0, 0)
         with cs.EpochLoader(cache, 8) as loader:
             await_state(lambda: list(loader) and cache.status().evicted_samples, "epochs make room")
-            waits = cache.status().epoch_waits
-            await_state(
-                lambda: cache.status().epoch_waits > waits or "next epoch" in shown(cache.path), "it waits"
-            )
+            # Not by the count of waits: one may have ended already, as the loader prepares its next epoch.
+            await_state(lambda: "waiting for the next epoch" in shown(cache.path), "it waits")
             assert "waiting for the next epoch" in shown(cache.path)
             assert "waiting for the next epoch" in cache.status().fill_message
             status = cache.status()
