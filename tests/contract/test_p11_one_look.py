@@ -165,8 +165,7 @@ def test_evictions_and_waits_are_counted_and_a_full_cache_says_what_it_waits_for
             await_state(lambda: list(loader) and cache.status().evicted_samples, "epochs make room")
             # Not by the count of waits: one may have ended already, as the loader prepares its next epoch.
             await_state(lambda: "waiting for the next epoch" in shown(cache.path), "it waits")
-            assert "waiting for the next epoch" in shown(cache.path)
-            assert "waiting for the next epoch" in cache.status().fill_message
+            await_state(lambda: "waiting for the next epoch" in cache.status().fill_message, "and says so")
             status = cache.status()
             assert status.evicted_unused_samples == 0
             assert status.worker is not None

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -368,9 +368,13 @@ def test_only_what_python_imports_from_is_passed_on(monkeypatch: pytest.MonkeyPa
     not os.path.exists("/proc/self/autogroup"), reason="sessions are not scheduled as groups here"
 )
 def test_the_sessions_of_sampling_processes_come_after_that_of_the_trainer(cache: Cache) -> None:
-    def groups() -> list[str]:
-        return [Path(f"/proc/{pid}/autogroup").read_text().split()[-1] for pid in sampling_pids(cache)]
+    def nice_values(pids: Iterable[int | str]) -> list[str]:
+        return [Path(f"/proc/{pid}/autogroup").read_text().rpartition(" ")[2].strip() for pid in pids]
 
+    before = nice_values(["self"])  # an empty word where this session has no group of its own
     with cs.start_worker(cache, Numbers(4000, pause_s=0.01), num_workers=3):
-        wait_until(lambda: groups() == ["5"] * 3, "all of them are lowered, a tenth of a second apart")
-        assert Path("/proc/self/autogroup").read_text().split()[-1] == "0"
+        wait_until(
+            lambda: nice_values(sampling_pids(cache)) == ["5"] * 3,
+            "all of them are lowered, a tenth of a second apart",
+        )
+        assert nice_values(["self"]) == before
