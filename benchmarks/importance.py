@@ -59,7 +59,7 @@ ARMS: Final = {  # the eviction, and whether weights draw and order what is fetc
 }
 FORMS: Final = {"files": "files", "tars of a place": "tars"}  # and their folders
 Floats = npt.NDArray[np.floating[Any]]
-Weigh = Callable[[list[str], Floats], Floats]
+Weigh = Callable[[list[str]], Floats]
 
 
 def choose(views: Path, folder: Path, counts: IntArray) -> None:
@@ -107,15 +107,10 @@ def held_out_of(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 class Run:
-    """A network that is trained on views, whose `labels` go by their numbers.
+    """A network that is trained on views; `weigh` returns the weights of the samples with these keys."""
 
-    `weigh` gets the keys of an epoch's samples and their losses, and returns the weights of these samples.
-    """
-
-    def __init__(
-        self, labels: IntArray, held_out: tuple[Tensor, Tensor], seed: int, weigh: Weigh | None = None
-    ) -> None:
-        self.labels, self.held_out, self.seed, self.weigh = labels, held_out, seed, weigh
+    def __init__(self, held_out: tuple[Tensor, Tensor], seed: int, weigh: Weigh | None = None) -> None:
+        self.held_out, self.seed, self.weigh = held_out, seed, weigh
         torch.manual_seed(seed)
         self.network = make_network(WIDTH)
         self.optimiser = torch.optim.AdamW(self.network.parameters(), weight_decay=0.01)
@@ -133,39 +128,26 @@ class Run:
 
     def epoch(self, loader: cs.EpochLoader) -> Iterator[float]:
         keys: list[str] = []
-        losses: list[Tensor] = []
         for batch in loader:
-            numbers = [number_of(key) for key in batch["__key__"]]
-            losses.append(self.step(batch["image"], torch.from_numpy(self.labels[numbers])))
+            self.step(batch["image"], torch.tensor([number_of(key) % PLACES for key in batch["__key__"]]))
             if self.steps in (STEPS // 2, STEPS):
                 yield self.accuracy()
             if self.steps == STEPS:
                 return
             if not keys:
-                self.begin(loader)
+                wait_for_filling(loader.cache)
             keys += batch["__key__"]
-        self.end(loader, keys, torch.cat(losses).numpy())
-
-    def begin(self, loader: cs.EpochLoader) -> None:
-        """After the first step of an epoch."""
-        wait_for_filling(loader.cache)
-
-    def end(self, loader: cs.EpochLoader, keys: list[str], losses: Floats) -> None:
-        """After the last one."""
         if self.weigh:
-            loader.update_weights(keys, self.weigh(keys, losses))
+            loader.update_weights(keys, self.weigh(keys))
 
-    def step(self, images: Tensor, places: Tensor) -> Tensor:
-        """The losses before the step."""
+    def step(self, images: Tensor, places: Tensor) -> None:
         images = augment({"image": images, "label": places}, torch.default_generator)["image"]
         scores = self.network(functional.avg_pool2d(images, 2))
-        losses = functional.cross_entropy(scores, places, reduction="none")
         self.optimiser.zero_grad()
-        losses.mean().backward()  # type: ignore[no-untyped-call]
+        functional.cross_entropy(scores, places).backward()  # type: ignore[no-untyped-call]
         self.optimiser.step()
         self.schedule.step()
         self.steps += 1
-        return losses.detach()
 
     @torch.inference_mode()
     def accuracy(self) -> float:
@@ -216,7 +198,7 @@ def of_seeds(rows: Mapping[str, Callable[[int], list[float]]], columns: Sequence
     return figures
 
 
-def inverse_root(counts: IntArray, keys: list[str], _: Floats | None = None) -> Floats:
+def inverse_root(counts: IntArray, keys: list[str]) -> Floats:
     """One by the square root of the number of views of its place, for each of `keys`."""
     weights: Floats = counts[[number_of(key) % PLACES for key in keys]] ** -0.5
     return weights
@@ -232,8 +214,7 @@ def measure(
     """Percent right after a half and all of the steps, and how many samples were fetched."""
     eviction, draws, fetches = ARMS[arm]
     source = sources / FORMS[form]
-    labels, weigh = np.arange(MOST * PLACES) % PLACES, partial(inverse_root, counts)
-    run = Run(labels, held_out, seed, weigh if draws else None)
+    run = Run(held_out, seed, partial(inverse_root, counts) if draws else None)
     order: Any = "shuffle"
     if fetches:
         units, rng = cs.open_source(str(source)), np.random.default_rng(0)

@@ -40,9 +40,8 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
         "sources",
         "diversity",
         "trace",
-        "trace_tiny",
     ),
-    "What is fetched, and what is trained on": ("waste", "small_cache", "importance", "wrong_labels", "plan"),
+    "What is fetched, and what is trained on": ("waste", "small_cache", "importance", "plan"),
     "Many nodes": ("cluster", "scale_out"),
 }
 

@@ -365,14 +365,6 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
             Figure("filling_to_untraced", "filling", target=0.98),
         ),
     ),
-    "trace_tiny": Benchmark(
-        "The cost of a trace of tiny samples",
-        "The samples of 64 bytes that one process stores in a second of processor time with `cs.trace`, of those without, in turns.",
-        (
-            Figure("tiny_to_untraced", "filling", target=0.98),
-            Figure("tiny_us", "processor time of a traced sample", "µs"),
-        ),
-    ),
     "plan": Benchmark(
         "A forecast beside its run",
         "`cachestream plan` for a cache of a quarter of 4,000 arrays that turns over, and a trainer that begins at 600 samples, beside a run of 60 s: the longer time to the shorter.",
@@ -521,13 +513,6 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         "after equally many steps, which fetch about as many samples: held-out accuracy (alike many views of each place), the mean of "
         "three seeds, and the least and the most at the end. Under a long tail, 100 to 2 views a place, a view weighs one by the square "
         "root of those of its place. Fetched by weight: these weights are the `order=` of what is fetched.",
-        timeout_s=5400.0,
-    ),
-    "wrong_labels": Benchmark(
-        "Wrong labels",
-        "The network, the cache and the slow remote of the section above, over 24 views of each place. A share of the labels is wrong: "
-        "of single views in shards of eight, or of whole tars of 24 views of 24 places. What is suspect, by a label of small "
-        "probability, weighs a tenth; or a function for `eviction=` evicts first what is least probable, or what is suspect.",
         timeout_s=5400.0,
     ),
     "scale_out": Benchmark(
