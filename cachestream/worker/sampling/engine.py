@@ -70,14 +70,12 @@ class LocalEngine:
             hang_timeout_s=job.hang_timeout_s,
             in_rows=payload.transform is None,
         )
+        from_disk = reads_from_disk(payload.source)
         self.fetcher = Fetcher(
-            self._reader.read,
-            job.concurrency,
-            BUFFER_BYTES,
-            self._reader.meter.beat,
-            may_read_here=reads_from_disk(payload.source),
+            self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.meter.beat, may_read_here=from_disk
         )
-        self._tuner = ReadTuner(self.fetcher, slot, job)
+        is_limited = job.bandwidth_bytes_per_s is not None
+        self._tuner = ReadTuner(self.fetcher, slot, job.concurrency, only_trials=from_disk or is_limited)
 
     def use_plan(self, plan: PassPlan) -> None:
         self._reader.plan = plan

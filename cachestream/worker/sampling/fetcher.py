@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from cachestream.storage.telemetry import MAIN, READS_AT_ONCE, Slot
-from cachestream.worker.job import Job
 from cachestream.worker.sampling.encode import SampleChunk
 from cachestream.worker.sampling.unit import Stall, UnitRead
 
@@ -83,14 +82,9 @@ class Concurrency:
         more = min(most, 2 * self.active) if waiting >= STARVED else self.active
         return Concurrency(more, self.active, rate)
 
-    def came(self, most: int, busy: float = 0.0) -> Concurrency:
-        """The numbers after a unit came: twice the reads, up to FIRST_READS, before the first trial.
-
-        A process that is `busy`, as in `next`, has no latency to hide: whether more reads pay is tried.
-        """
+    def came(self, most: int) -> Concurrency:
+        """The numbers after a unit came: twice the reads, up to FIRST_READS, before the first trial."""
         if self.active >= min(FIRST_READS, most) or self.active != self.settled or self.rest or self.goal:
-            return self
-        if busy >= BUSY:
             return self
         more = min(2 * self.active, FIRST_READS, most)
         return Concurrency(more, more)
@@ -398,12 +392,15 @@ class Tunable(Protocol):
 
 
 class ReadTuner:
-    """Sets the number of units that `fetcher` reads at once, turn by turn, by what the last turn brought."""
+    """Sets the number of units that `fetcher` reads at once, turn by turn, by what the last turn brought.
 
-    def __init__(self, fetcher: Tunable, slot: Slot, job: Job) -> None:
+    `only_trials`: the first units do not let more be read, because a disk has no latency to hide, or because
+    a limit of the bandwidth holds.
+    """
+
+    def __init__(self, fetcher: Tunable, slot: Slot, most: int, *, only_trials: bool) -> None:
         self._fetcher, self._slot = fetcher, slot
-        self._most = job.concurrency
-        self._is_limited = job.bandwidth_bytes_per_s is not None
+        self._most, self._only_trials = most, only_trials
         self._concurrency = Concurrency(1, 1)
         fetcher.use(1)
         self._begin_turn()
@@ -428,19 +425,15 @@ class ReadTuner:
                 (int(self._slot["fetched_bytes"]) - self._bytes) / elapsed_s,
                 (float(self._slot["fetch_wait_s"]) - self._waited_s) / elapsed_s,
                 self._most,
-                busy=self._busy(elapsed_s),
+                busy=(time.process_time() - self._worked_s) / elapsed_s,
                 throttled=take_throttled(),
             )
         )
 
-    def _busy(self, elapsed_s: float) -> float:
-        """The processors that the process kept busy in a turn that has lasted `elapsed_s`."""
-        return (time.process_time() - self._worked_s) / max(elapsed_s, 1e-6)
-
     def unit_came(self) -> None:
-        """Note that a unit came; under a bandwidth limit only the turns decide."""
-        concurrency = self._concurrency.came(self._most, self._busy(time.monotonic() - self._since_s))
-        if concurrency is not self._concurrency and not self._is_limited:
+        """Note that a unit came."""
+        concurrency = self._concurrency if self._only_trials else self._concurrency.came(self._most)
+        if concurrency is not self._concurrency:
             self._use(concurrency)
 
     def _use(self, concurrency: Concurrency) -> None:

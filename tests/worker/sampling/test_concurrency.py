@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.worker.sampling.fetcher import REST_TURNS, Concurrency
+from cachestream.storage.telemetry import Board
+from cachestream.worker.sampling.fetcher import REST_TURNS, Concurrency, ReadTuner
 
 
 @given(
@@ -45,7 +49,26 @@ def test_small_units_get_more_reads_as_soon_as_they_come_and_large_ones_have_to_
         assert state.active == active
     assert state.came(64).active == 1
     assert Concurrency(2, 1, 100.0).came(64).active == 2, "a trial is not disturbed"
-    assert Concurrency(1, 1).came(64, busy=1.0).active == 1, "a busy process has no latency to hide"
+
+
+class Reads:
+    """The part of a Fetcher that is tuned."""
+
+    reading, active = 1, 0
+
+    def use(self, threads: int) -> None:
+        self.active = threads
+
+
+def test_the_first_units_let_more_be_read_unless_trials_alone_decide(tmp_path: Path) -> None:
+    board = Board(str(tmp_path / "board"))
+    board.reset(os.getpid(), 1, 0.0)
+    for only_trials, expected in ((False, 4), (True, 1)):
+        reads = Reads()
+        tuner = ReadTuner(reads, board.slot(0), 64, only_trials=only_trials)
+        for _ in range(3):
+            tuner.unit_came()
+        assert reads.active == expected
 
 
 def test_as_long_as_nothing_comes_nothing_is_known() -> None:
