@@ -117,7 +117,7 @@ $(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.
 $(PEERS_VENV)/.ready-peers: $(MADE_FROM) benchmarks/peers/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]' simpy
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
 	@touch $@
 

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import waste
+from benchmarks import scale_out, waste
 from benchmarks.record import RESULTS, ROOT, Record, load
 from benchmarks.registry import BENCHMARKS, TURNS, Benchmark, Figure
-from benchmarks.scale_out import report
 from cachestream.config import format_number
 
 __all__ = ["PAGE", "SECTIONS", "matrix", "render"]
@@ -151,7 +150,7 @@ def _turns(path: Path) -> Iterator[str]:
 
 def main() -> None:
     PAGE.write_text(render(), encoding="utf-8")
-    for name, draw in {"waste": waste.draw, "scale_out": report.write_guide}.items():
+    for name, draw in {"waste": waste.draw, "scale_out": scale_out.write_guide}.items():
         if record := load(name):
             draw({figure: statistics.median(values) for figure, values in record.figures.items()})
     print(f"wrote {PAGE}")

@@ -517,8 +517,8 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     ),
     "scale_out": Benchmark(
         "8 to 4,096 nodes, simulated",
-        "A day of training on 4 TB, 256 GB of it in the cache of each node, 20 GB/s from the remote for all: a simulation by shards. "
-        "Time until the caches are full, samples that a global batch can draw from, egress, waiting, and what failures cost.",
+        "A day of training on 4 TB, 256 GB of it in the cache of each node, 20 GB/s from the remote for all: the forecast of "
+        "`cachestream plan` for one cache of each arrangement, since the nodes are alike. The measured runs are those of the section above.",
         (
             Figure(
                 "worst_ratio",
@@ -526,13 +526,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 target=1.3,
                 at_most=True,
             ),
-            Figure(
-                "simulation_s_at_4096",
-                "simulation of 4,096 nodes, on one processor",
-                "s",
-                target=60,
-                at_most=True,
-            ),
+            Figure("simulation_s", "the whole simulation, on one processor", "s", target=5, at_most=True),
         ),
         plot="../docs/scale-out.png",
     ),

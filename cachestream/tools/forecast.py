@@ -91,16 +91,17 @@ class PlannedEpoch:
 class Forecast:
     """The course of a run; times in seconds from its begin, None for what does not come.
 
-    `full_s`: the cache is full for the first time. `seen`: the samples of the remote that have been trained
-    on, `seen_share` of all, which is reached at `seen_s`; None where it is endless. `uses`: how often a
-    sample that was seen is trained on, on average. `waited_s`: the trainer waits for samples.
-    `fetched_bytes`: the egress.
+    `full_s`: the cache is full for the first time. `complete_s`: it holds all of the remote. `seen`: the
+    samples of the remote that have been trained on, `seen_share` of all, which is reached at `seen_s`; None
+    where it is endless. `uses`: how often a sample that was seen is trained on, on average. `waited_s`: the
+    trainer waits for samples. `fetched_bytes`: the egress.
     """
 
     setup: Setup
     epochs: tuple[PlannedEpoch, ...]
     first_batch_s: float | None
     full_s: float | None
+    complete_s: float | None
     seen_s: float | None
     seen: float
     seen_share: float | None
@@ -120,13 +121,14 @@ class Forecast:
             remote = f"{setup.num_samples:,} samples, {format_size(setup.num_samples * setup.fetched_bytes)}"
             seen = f"{format_duration(self.seen_s)}; {self.seen_share:.1%} of it"
         how_much = "seen" if setup.num_samples is None else "all seen"
+        filled = ("cache full", self.full_s) if self.complete_s is None else ("all cached", self.complete_s)
         lines = {
             "remote": remote,
             "filling": f"{setup.fill_per_s:,.0f} samples/s, "
             f"{format_size(setup.fill_per_s * setup.fetched_bytes)}/s from the remote",
             "first batch": format_duration(self.first_batch_s),
             "epochs": f"{first:,} samples at first, then {middle:,}, {last.samples if last else 0:,} at last",
-            "cache full": format_duration(self.full_s),
+            filled[0]: format_duration(filled[1]),
             how_much: f"{seen} in {format_duration(setup.duration_s)}",
             "uses": f"{self.uses:,.1f} times each sample that was seen",
             "waiting": f"{format_duration(self.waited_s)}, "
@@ -156,6 +158,7 @@ class _Simulation:
         self._waiting: list[_Publication] = []
         self.num_samples = self.fetched = self.seen = 0
         self.full_s: float | None = None
+        self.complete_s: float | None = None
 
     @property
     def next_s(self) -> float:
@@ -180,7 +183,7 @@ class _Simulation:
                 continue
             self._left_in_pass -= samples
             if not self._left_in_pass and not self._begin_pass():
-                self._open, self._waiting = [], []
+                self._open, self._waiting, self.complete_s = [], [], due.at_s
                 return
             heapq.heappush(self._open, self._next_shard(due.process, due.number + 1, due.at_s))
 
@@ -305,6 +308,7 @@ def simulate(setup: Setup) -> Forecast:
         tuple(epochs),
         first_batch_s=epochs[0].at_s if epochs else None,
         full_s=cache.full_s,
+        complete_s=cache.complete_s,
         seen_s=seen_s,
         seen=seen,
         seen_share=None if setup.num_samples is None else seen / setup.num_samples,

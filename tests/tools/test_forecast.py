@@ -77,6 +77,14 @@ def test_a_small_cache_turns_over_until_all_is_seen() -> None:
     assert forecast.epochs[-1].samples < 1000, "a share is left out of each epoch"
 
 
+def test_a_cache_that_holds_all_of_the_remote_says_when() -> None:
+    forecast = simulate(replace(SETUP, size_limit=200_000_000))
+    assert forecast.full_s is None
+    assert forecast.complete_s == pytest.approx(SETUP.first_s + 4000 / 200, abs=2.0)
+    assert "all cached   21 s\n" in str(forecast)
+    assert simulate(SETUP).complete_s is None
+
+
 def test_an_endless_source_is_seen_for_as_long_as_the_run_goes_on() -> None:
     short, long = (simulate(replace(SETUP, num_samples=None, duration_s=seconds)) for seconds in (600, 6000))
     assert (long.seen_s, long.seen_share) == (None, None)
