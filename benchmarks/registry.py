@@ -541,7 +541,8 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     "peers": Benchmark(
         "Other loaders",
         "A: 8,192 samples of 128 KiB, batch 64, GB/s. B: 60,000 samples of 784 bytes with a label, batch 256, thousand samples/s. "
-        "With 0, 1 and 2 DataLoader workers, in turns, every delivery verified. `DataLoader(EpochDataset)` is compared worker by worker.",
+        "With 0, 1 and 2 worker processes, in turns, every delivery verified. `DataLoader(EpochDataset)` is compared worker by worker. "
+        "FFCV is left out: pip alone does not install it, since it is compiled against an OpenCV of the system.",
         (
             Figure(
                 "A_loader_to_gather",

@@ -1,4 +1,7 @@
-"""The loaders that are compared, each with the settings that it is tried at."""
+"""The loaders that are compared, each with the settings that it is tried at.
+
+FFCV is not among them: pip alone does not install it, since it is compiled against an OpenCV of the system.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ _WORKERS: Final = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the table: `module` of this folder with `option`, with each number of DataLoader `workers`."""
+    """A row of the table: `module` of this folder with `option`, with each number of worker processes."""
 
     title: str
     module: str
     option: str = ""
     workers: tuple[int, ...] = _WORKERS
-    kind: str = "peer"  # or "limit", or "ours"
+    kind: str = "peer"  # or "limit", "ours", or "loader": a peer that takes the DataLoader's place
 
 
 ENTRIES: Final = (
@@ -37,4 +40,6 @@ ENTRIES: Final = (
     Entry('LitData, `batch_decode="all"`', "lit", "all"),
     Entry("MosaicML Streaming", "mosaic"),
     Entry("TFRecord (`tfrecord`)", "records"),
+    Entry("Grain", "grains", kind="loader"),
+    Entry("SPDL", "threads", workers=(0, 1), kind="loader"),
 )

@@ -36,7 +36,7 @@ class _Memmap(Dataset[Any]):
         return tuple(column[index] for column in self.columns)
 
 
-class _Batched(_Memmap):
+class Batched(_Memmap):
     def __getitem__(self, index: Any) -> Batch:
         where = torch.tensor(index)
         return tuple(column.index_select(0, where) for column in self.columns)
@@ -59,6 +59,6 @@ def deliver(folder: Path, work: Workload, workers: int, option: str) -> Iterator
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-    dataset = _Batched(folder, work)
+    dataset = Batched(folder, work)
     sampler = BatchSampler(RandomSampler(dataset), work.batch, drop_last=False)
     yield DataLoader(dataset, batch_size=None, sampler=sampler, **common)  # type: ignore[arg-type]

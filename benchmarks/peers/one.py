@@ -1,6 +1,6 @@
 """One peer in a process of its own: `python -m benchmarks.peers.one prepare|measure MODULE WORKLOAD SCALE FOLDER …`.
 
-`measure` goes on with the number of DataLoader workers and the peer's option; it verifies every value of a first
+`measure` goes on with the number of worker processes and the peer's option; it verifies every value of a first
 epoch and the numbers of the samples of every later one, and emits samples a second, the median of its epochs.
 """
 
@@ -27,13 +27,18 @@ MOST_EPOCHS: Final = 9
 ENOUGH_S: Final = 1.5
 
 
-def epoch_rates(epochs: Epochs, work: Workload, enough_s: float = ENOUGH_S) -> list[float]:
-    """Samples a second of each epoch after the first, from asking for it to its last batch; all verified."""
-    first: list[torch.Tensor] = []
+def _check_epoch(epochs: Epochs, work: Workload) -> None:
+    """Every value of an epoch; keeps no batch, since some loaders wait for the memory of what they delivered."""
+    ids: list[torch.Tensor] = []
     for batch in epochs:
         work.check(batch)
-        first.append(work.ids(batch))
-    work.check_epoch(first)
+        ids.append(work.ids(batch))
+    work.check_epoch(ids)
+
+
+def epoch_rates(epochs: Epochs, work: Workload, enough_s: float = ENOUGH_S) -> list[float]:
+    """Samples a second of each epoch after the first, from asking for it to its last batch; all verified."""
+    _check_epoch(epochs, work)
     rates: list[float] = []
     started_s = time.perf_counter()
     while len(rates) < LEAST_EPOCHS or (

@@ -35,7 +35,7 @@ class Peer(Protocol):
     def deliver(
         self, folder: Path, work: Workload, workers: int, option: str
     ) -> AbstractContextManager[Epochs]:
-        """The shuffled epochs of what `prepare` wrote, by this many DataLoader workers."""
+        """The shuffled epochs of what `prepare` wrote, by this many worker processes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ from benchmarks.peers.workload import WORKLOADS, Batch, Workload, scaled
 
 TINY = {name: scaled(name, 0.02) for name in WORKLOADS}
 OURS = [entry for entry in ENTRIES if entry.kind == "ours"]
+
+
+def test_every_loader_has_a_module() -> None:
+    for module in {entry.module for entry in ENTRIES} - {"memcpy"}:
+        assert importlib.util.find_spec(f"benchmarks.peers.{module}")
 
 
 @pytest.mark.e2e
@@ -51,6 +57,7 @@ def test_ours_is_compared_with_the_limit_and_the_best_of_the_peers_in_each_round
         Entry("cache", "lit"),
         Entry("by hand", "memmap", "batched"),
         Entry("per item", "memmap", "per item"),
+        Entry("no DataLoader", "threads", kind="loader"),
     ]
     loader, dataset = (entry.title for entry in OURS)
     by_workers = {
@@ -58,6 +65,7 @@ def test_ours_is_compared_with_the_limit_and_the_best_of_the_peers_in_each_round
         "cache": ([1e3, 1e3], [1.5e3, 1e3], [1e3, 2e3]),
         "by hand": ([4e3, 2e3], [2e3, 2e3], [4e3, 8e3]),
         "per item": ([1e3, 1e3], [1e3, 1e3], [1e3, 1e3]),
+        "no DataLoader": ([9e3, 9e3], [9e3, 9e3], [9e3, 9e3]),
     }
     rates = {(title, "B", i): values for title, rows in by_workers.items() for i, values in enumerate(rows)}
     figures = figures_of(
