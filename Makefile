@@ -16,9 +16,11 @@ SPREAD      := --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 DEMO_ARGS   ?=
 PEERS_VENV  ?= .venv-peers
+MLPERF_VENV ?= .venv-mlperf
 BENCH_ARGS    ?= --save
 PEERS_ARGS    ?= --save
 ACCURACY_ARGS ?= --save
+MLPERF_ARGS   ?= --save
 
 # Packages of their own, beside ours: they add formats, and are tested with it.
 PLUGINS := plugins/cachestream-lance plugins/cachestream-video
@@ -27,7 +29,7 @@ PART_IN_C := cachestream/training/batches/_gather
 MADE_FROM := pyproject.toml $(CONSTRAINTS) setup.py $(PART_IN_C).c $(PLUGINS:=/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test e2e check docs docs-serve pytest soak sanitize wheels bench results bench-peers bench-accuracy clean
+.PHONY: help demo test e2e check docs docs-serve pytest soak sanitize wheels bench results bench-peers bench-accuracy bench-mlperf clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,8 +103,11 @@ bench-peers: $(PEERS_VENV)/.ready-peers  ## measure other loaders beside ours (P
 bench-accuracy: $(PEERS_VENV)/.ready-peers  ## time to accuracy over a slow remote, beside them (ACCURACY_ARGS="--seeds 1")
 	$(PEERS_VENV)/bin/python -m benchmarks.peers.accuracy $(ACCURACY_ARGS)
 
+bench-mlperf: $(MLPERF_VENV)/.ready-mlperf  ## accelerators of MLPerf Storage that this machine feeds, by DLIO
+	$(MLPERF_VENV)/bin/python -m benchmarks.mlperf $(MLPERF_ARGS)
+
 clean:  ## remove what was made here, the virtual environment too
-	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS_VENV) $(MLPERF_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	rm -f cachestream/training/batches/*.so .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -119,6 +124,13 @@ $(PEERS_VENV)/.ready-peers: $(MADE_FROM) benchmarks/peers/requirements.txt | $(B
 	$(BIN)/python -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
+	@touch $@
+
+# DLIO asks for frameworks that it does not use here.
+$(MLPERF_VENV)/.ready-mlperf: $(MADE_FROM) benchmarks/mlperf-requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(MLPERF_VENV)
+	$(MLPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(MLPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/mlperf-requirements.txt
 	@touch $@
 
 $(BIN)/python:

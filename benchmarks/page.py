@@ -19,14 +19,14 @@ PAGE: Final = ROOT / "benchmarks" / "RESULTS.md"
 HEAD: Final = """\
 # What was measured
 
-Made by `make results` from the records in [results/](results), which `make bench`, `make bench-peers` and `make bench-accuracy`
-write. Each round runs in a process of its own. Figures are the medians of the rounds; the spread is their least and their most.
+Made by `make results` from the records in [results/](results), which `make bench`, `make bench-peers`, `make bench-accuracy` and
+`make bench-mlperf` write. Each round runs in a process of its own. Figures are the medians of the rounds; the spread is their least and their most.
 Every figure of the records is here: those that have no words of their own stand under the names that the benchmark gives them.
 They hold for the machine and the commit that are named, and are not all of one: neither absolutes nor ratios carry over unchanged."""
 
 # The sections of the page, and the benchmarks of each.
 SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Beside other loaders": ("accuracy", "speeds", "peers"),
+    "Beside other loaders": ("accuracy", "speeds", "peers", "mlperf"),
     "Batches from a cache": ("warm", "small", "ranks", "interpreter", "accelerator"),
     "What is in a batch": ("packing", "photographs", "ragged", "select", "mixture", "plugins"),
     "Large caches": ("scale", "beyond", "locality"),
