@@ -16,6 +16,7 @@ import cachestream as cs
 from cachestream.errors import SourceError
 from cachestream.storage.telemetry import Totals
 from cachestream.tools.diagnose import Stages, _each_s, diagnose
+from cachestream.tools.forecast import RunPlan, setup_of
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -113,6 +114,20 @@ def test_threads_that_decode_beside_the_packing_are_not_taken_for_packing() -> N
     assert _each_s(many, alone, 1.0)["pack"] == pytest.approx(0.001)
     assert _each_s(many, alone, 1.0)["decode"] == pytest.approx(0.003)
     assert _each_s(many, alone, 0.25)["decode"] == pytest.approx(0.00075), "the other cores are free"
+
+
+def advice(stages: Stages, bandwidth_bytes_per_s: float | None = None) -> str:
+    """The advice of a plan over a source of which `stages` were measured."""
+    run = {"size_limit": 10**12, "batch_size": 32, "step_s": 1.0, "duration_s": 60.0}
+    setup = setup_of(stages, 10_000, bandwidth_bytes_per_s, **run)
+    return " ".join(RunPlan.of(setup, stages).advice)
+
+
+def test_a_plan_says_that_the_processor_holds_up_the_filling() -> None:
+    assert "the processor holds up" not in advice(REMOTE)
+    assert "the processor holds up" not in advice(slow("decode"), bandwidth_bytes_per_s=1e6), "the link does"
+    assert "more cores, or a cheaper transform" in advice(slow("decode"))
+    assert "num_workers=4 would bring more" in advice(replace(slow("decode"), workers=2))
 
 
 # --- the real thing
