@@ -6,8 +6,7 @@ time of decoding alone, and a narrow link, which reads at once share, from a rem
 `write` is at least what a synced file of 64 MiB takes: for some seconds, the kernel takes more than the disk.
 `transfer` is the loader, onto the accelerator if there is one.
 
-Not measured: how the remote behaves at other times, and the model. Data that this machine has read before
-comes from its memory.
+Not measured: the model, and the remote at other times. Data that was read before comes from memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 _LOOK_S: Final = 0.02
 _PATIENCE_S: Final = 30.0  # for the first samples
-_TRANSFER_S: Final = 1.0
 _EPOCH_SIZE: Final = 4096  # samples, drawn more than once from fewer: to begin an epoch takes time, too
 _LEAST_UNITS: Final = 3  # by which the samples of all are estimated
 _LEAST_GAIN: Final = 2.0  # of many reads at once over one, if latency holds them up
@@ -172,7 +170,7 @@ def diagnose(
                 raise SourceError(f"{shown}: no usable sample; {why}")
             whole = _look(cache)[1]
             size = min(64, status.num_samples)  # of a batch
-            delivered = measure_loader(cache, size, _TRANSFER_S, epoch_size=_EPOCH_SIZE, device=device)
+            delivered = measure_loader(cache, size, 1.0, epoch_size=_EPOCH_SIZE, device=device)
         on_progress(f"reading one unit after another, for {half_s:.3g} s")
         with Cache(os.path.join(work, "alone"), "1GB", min_free="200MB") as cache:
             # A lambda, which is sent as it is: a function of this module would load torch in the worker.
@@ -211,21 +209,23 @@ def diagnose(
 def _each_s(many: Totals, alone: Totals, processes_a_core: float) -> dict[str, float]:
     """The time that one process takes for a sample in each stage of `many` reads at once.
 
-    Packing only calculates: the rest of its time, the threads that read and decode have had the processor.
+    Packing only calculates. Threads that decode may have had the processor meanwhile: where both were counted
+    for more than the processor's time, it is divided between them.
     """
     spent_s = {stage: spent_s / max(1, many.samples) for stage, spent_s in many.spent_s.items()}
     cpu_s, decode_s = many.cpu_s / max(1, many.samples), alone.read_cpu_s / max(1, alone.done)
+    pack_s = min(spent_s["packing"], cpu_s)
     return {
         "read": spent_s["remote"],
         "decode": max(spent_s["decoding"], decode_s * processes_a_core),
         "transform": spent_s["transform"],
-        "pack": min(spent_s["packing"], max(0.0, cpu_s - decode_s)),
+        "pack": pack_s * min(1.0, cpu_s / (pack_s + decode_s or 1.0)),
         "write": spent_s["disk"],
     }
 
 
 def _fill(cache: Cache, source: Source, seconds: float, **options: Any) -> tuple[Totals, float, str]:
-    """Fill `cache` for `seconds` after the first samples, and until others have come, 30 s longer at most.
+    """Fill `cache` for `seconds` after the first samples, and until as many came again; 30 s longer at most.
 
     Returns what was counted after the first samples, or of all where they came at once; the time that it
     took; and why no more come, if that is known.
@@ -239,7 +239,7 @@ def _fill(cache: Cache, source: Source, seconds: float, **options: Any) -> tuple
             last = _look(cache)
             if not first[1].done:
                 before, first = first, last
-            is_done |= last[0] - first[0] >= seconds and last[1].done > first[1].done
+            is_done |= last[0] - first[0] >= seconds and last[1].done >= 2 * first[1].done
         hindered = hindrance(cache.directory, cache.filling.state())
     since_s, since = first if last[1].done > first[1].done else before
     return last[1].since(since), last[0] - since_s, hindered

@@ -122,7 +122,7 @@ def test_without_a_source_the_machine_is_checked(folder: Path) -> None:
 
 # --- plan
 
-RUN: Final = ("--size-limit", "20MB", "--batch-size", 32, "--step-time", 0.01, "--seconds", 0.1)
+RUN: Final = ("--size-limit", "20MB", "--batch-size", 32, "--step-time", 0.01, "--seconds", 0.4)
 
 
 @pytest.mark.e2e

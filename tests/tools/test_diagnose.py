@@ -111,9 +111,11 @@ def test_a_stage_takes_the_time_that_was_counted_for_it() -> None:
 def test_threads_that_decode_beside_the_packing_are_not_taken_for_packing() -> None:
     alone = spent(dropped=100, cpu_s=0.3)  # 3 ms for a sample
     many = spent(samples=1000, pack_s=4.0, cpu_s=4.0)  # nothing was waited for: the processor was busy
-    assert _each_s(many, alone, 1.0)["pack"] == pytest.approx(0.001)
-    assert _each_s(many, alone, 1.0)["decode"] == pytest.approx(0.003)
+    found = _each_s(many, alone, 1.0)
+    assert found["decode"] == pytest.approx(0.003)
+    assert found["pack"] == pytest.approx(0.004 * 4 / 7)
     assert _each_s(many, alone, 0.25)["decode"] == pytest.approx(0.00075), "the other cores are free"
+    assert _each_s(NOTHING, NOTHING, 1.0)["pack"] == 0.0
 
 
 def advice(stages: Stages, bandwidth_bytes_per_s: float | None = None) -> str:
