@@ -402,8 +402,7 @@ def diagnose(
     machine has what a cache needs. It needs no cache, and leaves nothing behind.
     """
     if source is None:
-        machine = _import_late("tools.machine")
-        report = machine.check_machine(folder or ".", os.environ, display.say)
+        report = _import_late("tools.machine").check_machine(folder or ".")
         display.show(report, as_json=json)
         if not report.ok:
             raise typer.Exit(PROBLEM)
@@ -474,7 +473,7 @@ def plan(
         "min_samples": min_samples,
     }
     limits = {"seconds": seconds, "workers": workers, "on_progress": display.say}
-    stages = _import_late("tools.diagnose").diagnose(redact(source), opener, function, **limits).stages
+    stages = _import_late("tools.diagnose").diagnose(redact(source), opener, function, **limits)
     planning = _import_late("tools.forecast")
     planned = planning.RunPlan.of(planning.setup_of(stages, samples, link, **run), stages, price_per_gb)
     display.show(planned, as_json=json)

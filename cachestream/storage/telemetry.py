@@ -125,18 +125,23 @@ class Totals:
         return Totals(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(Totals)))
 
     @property
-    def read_cpu_s(self) -> float:
-        """The processor's time for reading and decoding, which happen in threads beside the rest."""
-        return max(0.0, self.cpu_s - self.transform_s - self.pack_s - self.publish_s)
+    def done(self) -> int:
+        """The samples that were read, used or not."""
+        return self.samples + self.dropped + self.failures
 
     @property
-    def shares(self) -> list[tuple[str, float]]:
-        """The stages of sampling by their share of the time, the largest first; empty before any work.
+    def read_cpu_s(self) -> float:
+        """The processor's time for reading and decoding, which happen in threads beside the rest."""
+        return max(0.0, self.cpu_s - self.transform_s - self.pack_s)
+
+    @property
+    def spent_s(self) -> dict[str, float]:
+        """The time of the sampling processes in each stage.
 
         The wait for samples is one for decoding as far as the processor was busy meanwhile.
         """
         decode_s = min(self.fetch_wait_s, self.read_cpu_s)
-        stages = {
+        return {
             "remote": self.fetch_wait_s - decode_s,
             "decoding": decode_s,
             "transform": self.transform_s,
@@ -144,8 +149,12 @@ class Totals:
             "disk": self.publish_s,
             "waiting for space": self.space_wait_s,
         }
-        whole_s = sum(stages.values())
-        ordered = sorted(stages.items(), key=lambda item: -item[1])
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """The stages of sampling by their share of the time, the largest first; empty before any work."""
+        whole_s = sum(self.spent_s.values())
+        ordered = sorted(self.spent_s.items(), key=lambda item: -item[1])
         return [(stage, spent_s / whole_s) for stage, spent_s in ordered] if whole_s > 0 else []
 
 
@@ -215,11 +224,6 @@ class Board:
     @property
     def restarts(self) -> int:
         return int(self._head["restarts"][0])
-
-    @property
-    def reading(self) -> int:
-        """The units that are being read now."""
-        return int(np.count_nonzero(self._slots["reads"][: self.processes]))
 
     def count_restart(self) -> None:
         self._head["restarts"] += 1

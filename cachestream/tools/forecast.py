@@ -380,7 +380,8 @@ def _advice(forecast: Forecast, stages: Stages | None) -> list[str]:
         found.append(
             f"turnover={turnover} would show {what}, for {format_size(best.fetched_bytes)} of egress"
         )
-    if stages is not None and stages.processor_per_s <= setup.fill_per_s:
+    is_link = stages is not None and setup.fill_per_s < stages.fill_per_s
+    if stages is not None and not is_link and stages.binds in ("decode", "transform", "pack"):
         free = stages.cores - stages.workers
         found.append(
             f"the processor holds up the filling: num_workers={stages.cores} would bring more"

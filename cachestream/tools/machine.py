@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
-import secrets
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from cachestream.config import format_size
@@ -24,18 +22,7 @@ from cachestream.training.batches.transfer import accelerator
 _TRIAL_BYTES: Final = 64 << 20
 _LEAST_FREE_BYTES: Final = 1 << 30
 _LEAST_BYTES_PER_S: Final = 100e6
-_LEAST_FILES: Final = 1024
-_WIDTH: Final = 80
-# Where the drivers of remotes look for credentials: variables of the environment, and files.
-_CREDENTIALS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "S3": (("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"), "~/.aws/credentials"),
-    "Google": (
-        ("GOOGLE_APPLICATION_CREDENTIALS",),
-        "~/.config/gcloud/application_default_credentials.json",
-    ),
-    "Azure": (("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING"), "~/.azure"),
-    "Hugging Face": (("HF_TOKEN",), "~/.cache/huggingface/token"),
-}
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +49,23 @@ class MachineReport:
         return {"folder": self.folder, "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
     def __str__(self) -> str:
+        """Lines of 80 columns."""
         lines: list[str] = []
         for check in self.checks:
             head = f"{'warning' if check.advice else 'OK':8} {check.name:12} "
             indent = " " * len(head)
             for text, first in ((check.found, head), (check.advice, indent)):
-                lines += textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=indent)
+                lines += textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=indent)
         return "\n".join(lines)
 
 
-def check_machine(
-    folder: str, environment: Mapping[str, str], on_progress: Callable[[str], None] = lambda _: None
-) -> MachineReport:
+def check_machine(folder: str) -> MachineReport:
     """Check the machine for a cache in `folder`; writes and removes one file of 64 MiB there.
 
     Raises ConfigError for a missing folder.
     """
     folder = existing_folder(folder)
-    on_progress(f"writing {format_size(_TRIAL_BYTES)} into {folder}")
-    return MachineReport(folder, tuple(_checks(folder, environment)))
+    return MachineReport(folder, tuple(_checks(folder)))
 
 
 def existing_folder(folder: str) -> str:
@@ -91,46 +76,23 @@ def existing_folder(folder: str) -> str:
     return found
 
 
-def _checks(folder: str, environment: Mapping[str, str]) -> Iterator[Check]:
+def _checks(folder: str) -> Iterator[Check]:
     yield Check("versions", ", ".join(f"{name} {found}" for name, found in versions().items()))
-    yield _compiled()
+    again = "install a C compiler, then: pip install --force-reinstall --no-deps cachestream"
+    how, advice = ("in C", "") if in_c is not None else ("by torch.index_select, more slowly", again)
+    yield Check("compiled", f"batches are gathered {how}", advice)
     yield Check("device", accelerator() or "no accelerator: batches stay in host memory")
-    kind = filesystem_of(folder)
-    yield _filesystem(kind)
-    free = free_bytes(folder)
-    advice = (
-        "" if free >= _LEAST_FREE_BYTES else "a cache needs more: free some space, or choose another disk"
-    )
+    kind, free = filesystem_of(folder), free_bytes(folder)
+    is_local = not is_network_filesystem(kind)
+    other = "choose a local disk: a network filesystem is refused, one in memory takes it from the training"
+    yield Check("filesystem", kind or "unknown", "" if is_local and kind not in _IN_MEMORY else other)
     limit = f"a cache without size_limit takes {format_size(0.8 * free)} of it"
-    yield Check("space", f"{format_size(free)} free; {limit}", advice)
-    if not is_network_filesystem(kind) and free > 2 * _TRIAL_BYTES:
-        yield _disk(folder)
-    yield _open_files()
-    yield Check("credentials", credentials(environment))
-
-
-def _compiled() -> Check:
-    if in_c is not None:
-        return Check("compiled", "batches are gathered in C")
-    advice = (
-        "install a C compiler, then cachestream again: pip install --force-reinstall --no-deps cachestream"
-    )
-    return Check("compiled", "batches are gathered by torch.index_select, more slowly", advice)
-
-
-def _filesystem(kind: str) -> Check:
-    if is_network_filesystem(kind):
-        return Check("filesystem", kind, "a cache is refused on a network filesystem: choose a local disk")
-    if kind in ("tmpfs", "ramfs"):
-        return Check("filesystem", kind, "a cache in memory takes it from the training: choose a local disk")
-    return Check("filesystem", kind or "unknown")
-
-
-def _disk(folder: str) -> Check:
-    bytes_per_s = synced_bytes_per_s(folder)
-    slow = bytes_per_s < _LEAST_BYTES_PER_S
-    advice = "filling cannot be faster than that: choose a faster disk if the remote is" if slow else ""
-    return Check("disk", f"writes {format_size(bytes_per_s)}/s, synced", advice)
+    more = "" if free >= _LEAST_FREE_BYTES else "free some space, or choose another disk"
+    yield Check("space", f"{format_size(free)} free; {limit}", more)
+    if is_local and free > 2 * _TRIAL_BYTES:
+        rate = synced_bytes_per_s(folder)
+        slow = "" if rate >= _LEAST_BYTES_PER_S else "filling is not faster than that: choose a faster disk"
+        yield Check("disk", f"writes {format_size(rate)}/s, synced", slow)
 
 
 def synced_bytes_per_s(folder: str) -> float:
@@ -138,33 +100,10 @@ def synced_bytes_per_s(folder: str) -> float:
 
     Raises CacheFullError where it does not fit, and CacheError if the disk fails.
     """
-    path, data = os.path.join(folder, f".cachestream-{secrets.token_hex(8)}"), os.urandom(1 << 20)
-    with translated_disk_errors(path, "writing to measure the disk"):
-        try:
-            begun_s = time.perf_counter()
-            with open(path, "xb") as file:
-                file.writelines(data for _ in range(_TRIAL_BYTES >> 20))
-                file.flush()
-                os.fsync(file.fileno())
-            return _TRIAL_BYTES / (time.perf_counter() - begun_s)
-        finally:
-            Path(path).unlink(missing_ok=True)
-
-
-def _open_files() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= soft < _LEAST_FILES
-    shown = ["no limit" if one == resource.RLIM_INFINITY else f"{one:,}" for one in (soft, hard)]
-    return Check(
-        "open files", f"{shown[0]}, at most {shown[1]}", f"raise 'ulimit -n' to {_LEAST_FILES}" if few else ""
-    )
-
-
-def credentials(environment: Mapping[str, str]) -> str:
-    """The remotes for which credentials are in `environment` or in files; the credentials are not shown."""
-    found = []
-    for remote, (names, path) in _CREDENTIALS.items():
-        places = [name for name in names if environment.get(name)]
-        places += [path] if os.path.exists(os.path.expanduser(path)) else []
-        found += [f"{remote} ({', '.join(places)})"] if places else []
-    return "; ".join(found) or "none found, beside those that storage_options may give"
+    data, translated = os.urandom(1 << 20), translated_disk_errors(folder, "writing to measure the disk")
+    with translated, tempfile.NamedTemporaryFile(prefix=".cachestream-", dir=folder) as file:
+        begun_s = time.perf_counter()
+        file.writelines(data for _ in range(_TRIAL_BYTES >> 20))
+        file.flush()
+        os.fsync(file.fileno())
+        return _TRIAL_BYTES / (time.perf_counter() - begun_s)

@@ -102,18 +102,17 @@ def test_diagnose_counts_what_fails_and_refuses_where_nothing_is_left(folder: Pa
     assert "ValueError: odd" in report["failure"]
     words = call("diagnose", "mine:items", "--transform", "mine:dropping", "--seconds", 0.1, cwd=folder)
     assert (words.returncode, words.stdout) == (1, "")
-    assert "the transform dropped all" in words.stderr
+    assert "no usable sample; transform returned None for all" in words.stderr
 
 
 def test_without_a_source_the_machine_is_checked(folder: Path) -> None:
     result = call("diagnose", "--json", "--folder", folder / "work", AWS_ACCESS_KEY_ID="canary-of-a-key")
     report = json.loads(result.stdout)
-    names = ["versions", "compiled", "device", "filesystem", "space", "disk", "open files", "credentials"]
+    names = ["versions", "compiled", "device", "filesystem", "space", "disk"]
     assert [check["name"] for check in report["checks"]] == names
     assert report["folder"] == str(folder / "work")
     assert result.returncode == (0 if report["ok"] else 1)
     assert report["ok"] == (not any(check["advice"] for check in report["checks"]))
-    assert "AWS_ACCESS_KEY_ID" in report["checks"][-1]["found"]
     assert "canary" not in result.stdout + result.stderr
     assert not list((folder / "work").iterdir())
     shown = call("diagnose", cwd=folder / "work")
@@ -123,7 +122,7 @@ def test_without_a_source_the_machine_is_checked(folder: Path) -> None:
 
 # --- plan
 
-RUN: Final = ("--size-limit", "20MB", "--batch-size", 32, "--step-time", 0.01, "--seconds", 0.1)
+RUN: Final = ("--size-limit", "20MB", "--batch-size", 32, "--step-time", 0.01, "--seconds", 0.4)
 
 
 @pytest.mark.e2e

@@ -387,7 +387,7 @@ FAULTS: Final = (
           statement("Batches.__next__", "counts", "samples"), left_out,
           "test_epoch_loader_use.py::test_stats_and_metrics_count_what_was_delivered"),
     Fault("a slow transform is named as the bottleneck",
-          expression("Stages.seconds", "many.each(many.spent.transform_s)"), becomes("0.0"),
+          expression("_each_s", 'spent_s["transform"]'), becomes("0.0"),
           "test_commands_that_look_ahead.py::test_the_verdict_names_the_stage_that_holds_the_filling_up"),
     Fault("the price of a plan is of what is fetched",
           expression("RunPlan.of", "forecast.fetched_bytes / 1e9 * price_per_gb"),
