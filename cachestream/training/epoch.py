@@ -163,6 +163,7 @@ class Epochs:
         self._background = background
         self._recorder = recorder
         self._has_mixture = options.mixture is not None
+        self._has_fixed_length = options.epoch_size is not None
         self._iteration: Iteration | None = None
         self._planned = Position(0)
         self._wanted_epoch: int | None = None
@@ -222,7 +223,7 @@ class Epochs:
         if segment.missing:
             warn_caller(
                 f"{segment.missing} samples of epoch {iteration.epoch} are not cached any more since its "
-                "state was saved, and are skipped"
+                f"state was saved, and are skipped{'; others come instead' * self._has_fixed_length}"
             )
 
     def finish(self, iteration: Iteration, wait_s: float) -> None:

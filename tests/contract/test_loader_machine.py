@@ -2,6 +2,7 @@
 
 The model: an epoch is a list of numbers, fixed when it begins. Whoever goes on from a state, with whatever ranks and
 batches, gets the next ones of the list, less those that are no longer cached; in the end, less the tail that is dropped.
+An epoch of a fixed length (`epoch_size`) has others in place of those that are no longer cached.
 """
 
 from __future__ import annotations
@@ -269,8 +270,10 @@ class Training(RuleBasedStateMachine):
         if self.options in {"more", MIXED, *ONE_SHAPE}:
             self.whole = False
             return
-        cached = set(samples_of(self.cache))
-        self.rest = [number for number in self.rest if number in cached]
+        cached, before = set(samples_of(self.cache)), self.rest
+        self.rest = [number for number in before if number in cached]
+        if self.options == "fewer" and self.rest != before:
+            self.whole = False  # an epoch of a fixed length draws others in their place
         if not self.rest:  # the rest of the epoch is drawn anew
             self.rest = None
             self.state = None
