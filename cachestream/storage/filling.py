@@ -47,8 +47,9 @@ class FillState:
     the data, `transform` the identity of the last worker's transform. `replacing` and `again` are those of
     the last pass, see `PlannedPass`; `positions_done` counts its finished positions. `is_looking` is true
     while the supervisor has not decided whether another pass begins. `snapshots` counts the epochs that were
-    drawn for training. `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none
-    did. `failures` have the most frequent first.
+    drawn for training, and `room_made` how often shards were evicted for no new one, or a setting changed.
+    `mixture` has the shares in which loaders draw the sources of a `mix`; empty if none did. `failures` have
+    the most frequent first.
     """
 
     phase: str
@@ -70,6 +71,7 @@ class FillState:
     evicted_shards: int
     evicted_samples: int
     snapshots: int
+    room_made: int
     size_limit: int
     min_free: int
     catalogue_id: str | None
@@ -112,12 +114,19 @@ def fill_state(tables: Tables) -> FillState:
         evicted_shards=int(meta.get("evicted_shards", 0)),
         evicted_samples=int(meta.get("evicted_samples", 0)),
         snapshots=int(meta.get("clock", 0)),
+        room_made=int(meta.get("room_made", 0)),
         size_limit=tables.settings.size_limit,
         min_free=tables.settings.min_free,
         catalogue_id=meta.get("catalogue_id"),
         mixture=tuple(json.loads(meta.get("mixture", "[]"))),
         failures=tuple(tables.failures()),
     )
+
+
+def _set_phase(tables: Tables, phase: str, message: str, traceback: str = "") -> None:
+    tables.set_meta("fill_state", phase)
+    tables.set_meta("fill_message", message)
+    tables.set_meta("fill_traceback", traceback)
 
 
 def phase_now(fill: FillState, has_worker: bool) -> str:
@@ -174,12 +183,18 @@ class Filling:
     def record(self, phase: str, message: str = "", traceback: str = "") -> str | None:
         """Set the phase, message and traceback of `FillState`; return the id of the catalogue."""
         with self._catalogue.transaction() as tables:
-            tables.set_meta("fill_state", phase)
-            tables.set_meta("fill_message", message)
-            tables.set_meta("fill_traceback", traceback)
+            _set_phase(tables, phase, message, traceback)
             tables.add("epoch_waits", int(message == WAITS))
             catalogue_id: str | None = tables.meta("catalogue_id")
             return catalogue_id
+
+    def record_full(self, message: str, room_made: int) -> bool:
+        """Set the phase "full"; False if space was made since `FillState.room_made` was read: it is not full."""
+        with self._catalogue.transaction() as tables:
+            is_full = int(tables.meta("room_made", 0)) == room_made
+            if is_full:
+                _set_phase(tables, "full", message)
+            return is_full
 
     def record_looking(self, is_looking: bool) -> None:
         """Set `FillState.is_looking`, for those who wait for the end of the pass."""

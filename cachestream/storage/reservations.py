@@ -262,7 +262,7 @@ class Reservations:
             victims = victims[:at_most]
             self._doom(tables, victims)
             if victims:
-                tables.resume_filling()
+                tables.note_room()
         self._unlink([row.id for row in victims])
         return freed_bytes + sum(row.size_bytes for row in victims)
 

@@ -108,7 +108,7 @@ def change_settings(directory: Directory, catalogue: Catalogue, **changes: Any) 
     """Store changed settings; a full cache may have room then."""
     with catalogue.transaction() as tables:
         settings = replace(read_settings(directory), **changes)
-        tables.resume_filling()
+        tables.note_room()
         write_settings(directory, settings)  # last: if it fails, nothing changes
 
 

@@ -146,8 +146,9 @@ class Tables(ProgressTables):
         self.set_meta(key, value)
         return value
 
-    def resume_filling(self) -> None:
-        """Set the state "full" back to "filling": space has been made."""
+    def note_room(self) -> None:
+        """Note that space was made: a full cache is being filled again."""
+        self.add("room_made", 1)
         self.execute("UPDATE meta SET value = 'filling' WHERE key = 'fill_state' AND value = 'full'")
 
     def forget_filling(self) -> None:

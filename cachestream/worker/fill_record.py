@@ -25,6 +25,7 @@ class FillRecord:
         self.state = self.message = ""
         self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
         self._waited_at_bytes = -1
+        self._room_made: int | None = None
         self._room_expected_s = -math.inf
         self._catalogue_id: str | None = None
 
@@ -81,12 +82,16 @@ class FillRecord:
         state = self._cache.filling.state()
         # Files outside the cache take the space, and may be removed at any time.
         is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
-        has_room = state.phase != self.state  # the process that made room recorded another state
+        has_room = self._room_made not in (None, state.room_made)
+        self._room_made = state.room_made
         is_used = evicts and self._cache.reservations.leases.count() > 0
         if is_short or has_room or is_used:
             self._room_expected_s = now_s
         if now_s - self._room_expected_s > _FULL_AFTER_S:
-            self.write("full", RESTS if evicts else "")
+            message = RESTS if evicts else ""
+            is_new = (self.state, self.message) != ("full", message)
+            if is_new and self._cache.filling.record_full(message, state.room_made):
+                self.state, self.message = "full", message
         else:
             self.write("filling", WAITS if is_used and not is_short else "")
 

@@ -204,6 +204,23 @@ def test_a_full_cache_waits_for_the_epoch_that_holds_it(cache: Cache) -> None:
         assert loop.run(lambda: cache.status().evicted_samples > 0, 5.0) < 1.0
 
 
+def test_a_cache_whose_limit_is_changed_while_it_is_looked_at_is_not_found_full(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(*_: object) -> str:
+        cache.size_limit += 1
+        return ""
+
+    cache.size_limit = LIMIT
+    with filling(cache, UNITS, nbytes=100 * KB) as loop:
+        with monkeypatch.context() as patch:
+            patch.setattr("cachestream.worker.fill_record.shortage_of_disk", change)
+            with pytest.raises(AssertionError, match="not so within"):
+                loop.run(lambda: cache.fill_state() == "full", 30.0)
+            assert cache.size_limit > LIMIT + 100, "it was looked at"
+        loop.run(lambda: cache.fill_state() == "full", 30.0)
+
+
 def test_a_worker_that_is_to_stop_when_the_cache_is_full_does_so(cache: Cache) -> None:
     cache.size_limit = LIMIT
     with filling(cache, UNITS, nbytes=100 * KB, when_full="stop") as loop:
