@@ -319,8 +319,8 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 "npy_to_loop",
                 "of the plain loop",
                 target=0.7,
-                missed="A window takes 250 µs, where the loop takes 160: some 100 µs of Python for its unit (its number, its key, its "
-                "progress), and one more copy, into the column. Shards are hashed besides, by another thread.",
+                missed="A window takes 100 to 150 µs of Python for its unit (its number, its key, its progress), where the loop takes less than "
+                "200 in all; and one more copy, into the column. Shards are hashed besides, by another thread.",
             ),
             Figure("npy_two_mb_per_s", "two processes", "MB/s"),
             Figure(
