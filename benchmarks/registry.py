@@ -257,7 +257,14 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 "prepared; no more are opened then (388 of 10,000 are left), and it waits for the rest of the preparation.",
             ),
             Figure("gap_ms", "gap between epochs, of the same 10,000 shards", "ms", 5, at_most=True),
-            Figure("position_of_1e9_ms", "a position in an epoch of 10⁹ samples", "ms", 1, at_most=True),
+            Figure(
+                "position_of_1e9_ms",
+                "a position in an epoch of 10⁹ samples",
+                "ms",
+                1,
+                at_most=True,
+                missed="Its rounds differ by twice; on another machine all of them were below 0.5 ms.",
+            ),
             Figure("first_batch_s_at_100000", "100,000 shards: first batch", "s", 2, at_most=True),
             Figure("memory_mb_at_100000", "100,000 shards: memory besides torch's", "MB", 300, at_most=True),
             Figure(
@@ -369,12 +376,24 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         "A forecast beside its run",
         "`cachestream plan` for a cache of a quarter of 4,000 arrays that turns over, and a trainer that begins at 600 samples, beside a run of 60 s: the longer time to the shorter.",
         (
-            Figure("full_ratio", "time until the cache is full", target=1.1, at_most=True),
+            Figure(
+                "full_ratio",
+                "time until the cache is full",
+                target=1.1,
+                at_most=True,
+                missed="By a thousandth, in one round.",
+            ),
             Figure(
                 "half_seen_ratio", "time until half of the remote was trained on", target=1.1, at_most=True
             ),
             Figure("most_seen_ratio", "time until 95 % was", target=1.1, at_most=True),
-            Figure("waiting_ratio", "time that the trainer waits", target=1.1, at_most=True),
+            Figure(
+                "waiting_ratio",
+                "time that the trainer waits",
+                target=1.1,
+                at_most=True,
+                missed="The trainer waits for some four seconds in all, so that less than one of them is a fifth.",
+            ),
             Figure("waiting_percent", "waiting of the trainer in the run", "%"),
         ),
     ),
@@ -410,6 +429,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
                 "joining_to_copying",
                 "speed of the fifth cache from its first samples on, of copies",
                 target=0.8,
+                missed="One round of 24 shards; two rounds on another machine gave 0.91 and 1.02.",
             ),
             Figure("joining_mb_per_s", "the fifth cache", "MB/s"),
             Figure("joining_first_s", "its first samples after", "s"),

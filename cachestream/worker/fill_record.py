@@ -25,7 +25,7 @@ class FillRecord:
         self.state = self.message = ""
         self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
         self._waited_at_bytes = -1
-        self._room_made: int | None = None
+        self._room_made = cache.filling.state().room_made
         self._room_expected_s = -math.inf
         self._catalogue_id: str | None = None
 
@@ -82,8 +82,7 @@ class FillRecord:
         state = self._cache.filling.state()
         # Files outside the cache take the space, and may be removed at any time.
         is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
-        has_room = self._room_made not in (None, state.room_made)
-        self._room_made = state.room_made
+        has_room, self._room_made = state.room_made != self._room_made, state.room_made
         is_used = evicts and self._cache.reservations.leases.count() > 0
         if is_short or has_room or is_used:
             self._room_expected_s = now_s

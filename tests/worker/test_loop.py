@@ -10,6 +10,7 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.storage.locks import HeldFile
+from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES
 from tests.worker.loop import FAIL, HANG, HANG_S, KILLED, filling
 from tests.worker.support import failures_of, only_once
 
@@ -219,6 +220,15 @@ def test_a_cache_whose_limit_is_changed_while_it_is_looked_at_is_not_found_full(
                 loop.run(lambda: cache.fill_state() == "full", 30.0)
             assert cache.size_limit > LIMIT + 100, "it was looked at"
         loop.run(lambda: cache.fill_state() == "full", 30.0)
+
+
+def test_a_cache_is_not_found_full_at_the_first_look_after_its_limit_was_raised(cache: Cache) -> None:
+    cache.size_limit = LIMIT
+    with filling(cache, UNITS, nbytes=100 * KB) as loop:
+        loop.run(lambda: loop.board.states()[0] == STATE_NAMES[NO_SPACE], 30.0)
+        cache.size_limit = LIMIT + 1
+        with pytest.raises(AssertionError, match="not so within"):
+            loop.run(lambda: cache.fill_state() == "full", 2.0)
 
 
 def test_a_worker_that_is_to_stop_when_the_cache_is_full_does_so(cache: Cache) -> None:
