@@ -72,6 +72,7 @@ class Training(RuleBasedStateMachine):
         self.rest: list[int] | None = None  # of the running epoch; None between epochs
         self.seen: list[int] = []
         self.whole = True  # nothing of the running epoch was evicted or lost
+        self.due = 0  # samples that an epoch of a fixed length still has, after some were lost
         self.grown = 0
 
     @initialize(options=st.sampled_from(sorted(OPTIONS)), drop_last=st.booleans())
@@ -111,14 +112,17 @@ class Training(RuleBasedStateMachine):
         if len(self.rest) < size * batch_size * (steps + 1):
             return
         (first, *_) = played = self.act(size, batch_size, steps)
-        self.take(in_order(played), first.state)
+        delivered = in_order(played)
+        if self.due:
+            assert delivered == self.rest[: len(delivered)]
+        self.take(delivered, first.state)
 
     @precondition(lambda self: self.rest is not None)
     @rule(batch_size=SIZES, size=JOBS)
     def finish(self, batch_size: int, size: int) -> None:
         assert self.rest is not None
         size, batch_size = self.shape(size, batch_size)
-        tail = len(self.rest) % (size * batch_size)
+        tail = max(self.due, len(self.rest)) % (size * batch_size)
         dropped = tail if (self.drop_last and self.options not in ONE_SHAPE) or tail < size else 0
         if not self.rest or dropped == len(self.rest):
             return
@@ -128,6 +132,12 @@ class Training(RuleBasedStateMachine):
         delivered = in_order(played)
         if self.whole:
             assert len(delivered) == len(self.rest) - dropped
+        if self.due:
+            assert len(delivered) == self.due - dropped
+            kept = (
+                len(self.rest) // (size * batch_size) * size * batch_size
+            )  # what comes first, in whole batches
+            assert delivered[:kept] == self.rest[:kept]
         self.take(delivered, first.state)
         assert first.epoch == self.epoch + 1
         self.rest, self.epoch = None, self.epoch + 1
@@ -144,7 +154,7 @@ class Training(RuleBasedStateMachine):
         assert played.epoch == self.epoch + 1
         self.epoch, self.state = self.epoch + 1, played.state
         (reference,) = self.act(1, batch_size if self.options in ONE_SHAPE else 1, None)
-        self.rest, self.seen, self.whole = in_order([reference]), [], False
+        self.rest, self.seen, self.whole, self.due = in_order([reference]), [], False, 0
 
     @precondition(lambda self: self.rest)
     @rule(after_ms=st.integers(1, 40))
@@ -177,7 +187,7 @@ class Training(RuleBasedStateMachine):
             lost = len(self.rest) - len(drawn) - len(left)
             assert 0 <= lost <= 4
             assert left == self.rest[len(drawn) + lost :]
-        self.rest = left
+        self.rest, self.due = left, 0
 
     @precondition(lambda self: self.options != MIXED and self.grown < 2)
     @rule()
@@ -261,6 +271,7 @@ class Training(RuleBasedStateMachine):
         if self.whole:
             assert delivered == self.rest[: len(delivered)]
             assert self.options in {MIXED, "more"} or not set(delivered) & set(self.seen)
+        self.due = 0
         self.rest, self.seen, self.state = self.rest[len(delivered) :], self.seen + delivered, state
 
     def lose(self) -> None:
@@ -272,9 +283,11 @@ class Training(RuleBasedStateMachine):
             return
         cached, before = set(samples_of(self.cache)), self.rest
         self.rest = [number for number in before if number in cached]
-        if self.options == "fewer" and self.rest != before:
-            self.whole = False  # an epoch of a fixed length draws others in their place
+        if self.options == "fewer" and self.rest != before and (self.whole or self.due):
+            # An epoch of a fixed length draws others in their place.
+            self.due, self.whole = self.due or len(before), False
         if not self.rest:  # the rest of the epoch is drawn anew
+            self.due = 0
             self.rest = None
             self.state = None
             self.epoch = 0
